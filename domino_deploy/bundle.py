@@ -1,0 +1,264 @@
+"""The bundle: one folder that holds everything a pair of target and drafter needs to be served.
+
+    BUNDLE/
+      manifest.json           what it is, where it came from, sizes and hashes of all other files
+      target.onnx  backbone.onnx  head.onnx     graphs; their weights are ranges of the two files below
+      target/{config.json, model.safetensors}   a checkpoint in its own right; holds embedding and LM head of the pair
+      drafter/{config.json, model.safetensors}  likewise
+      tokenizer.json  chat_template.jinja
+
+No torch, onnx or safetensors here: serving opens bundles too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from domino_deploy.config import DrafterConfig, TargetConfig
+from domino_deploy.config_json import from_json, to_json
+from domino_deploy.errors import BundleError, listed
+from domino_deploy.signature import TensorSpec
+
+FORMAT_VERSION = 1
+
+MANIFEST = "manifest.json"
+TARGET_GRAPH, BACKBONE_GRAPH, HEAD_GRAPH = "target.onnx", "backbone.onnx", "head.onnx"
+TARGET_FOLDER, DRAFTER_FOLDER = "target", "drafter"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+TOKENIZER, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
+
+REQUIRED_FILES = (
+    TARGET_GRAPH,
+    BACKBONE_GRAPH,
+    HEAD_GRAPH,
+    TOKENIZER,
+    *(f"{folder}/{name}" for folder in (TARGET_FOLDER, DRAFTER_FOLDER) for name in (CONFIG, WEIGHTS)),
+)
+GRAPHS = {"target": TARGET_GRAPH, "backbone": BACKBONE_GRAPH, "head": HEAD_GRAPH}
+
+# A manifest of a 100-layer pair has some 100 kB.
+_MAX_MANIFEST_BYTES = 8 * 2**20
+_EXPORT_AGAIN = "Export the bundle again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceEntry:
+    """What the user named, and the commit it stood for if it was a hub id."""
+
+    source: str
+    revision: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphEntry:
+    """One graph: its file, and its inputs and outputs as `signature.py` had them."""
+
+    file: str
+    opset: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """manifest.json.  `verification` is None when the export was not verified; `special_tokens` are the chat template's."""
+
+    format_version: int
+    created_by: str
+    libraries: Mapping[str, str]
+    dtype: str
+    sources: Mapping[str, SourceEntry]
+    target: TargetConfig
+    drafter: DrafterConfig
+    pairing: Mapping[str, object]
+    special_tokens: Mapping[str, str | None]
+    graphs: Mapping[str, GraphEntry]
+    files: Mapping[str, FileEntry]
+    verification: Mapping[str, object] | None
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON values."""
+        return to_json(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """An opened bundle."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def target(self) -> TargetConfig:
+        return self.manifest.target
+
+    @property
+    def drafter(self) -> DrafterConfig:
+        return self.manifest.drafter
+
+
+def open_bundle(path: str | Path, *, check_hashes: bool = False) -> Bundle:
+    """Read a bundle's manifest and check that its files are there, complete and inside the folder.
+
+    Args:
+        path: the bundle's folder.
+        check_hashes: also compare every file's sha256 with the manifest (reads all weights).
+
+    Raises:
+        BundleError: not a bundle, another format version, or files missing, altered or outside the folder.
+    """
+    path = Path(path)
+    manifest = _read_manifest(path)
+    problems = [f"{name}: not listed in {MANIFEST}" for name in REQUIRED_FILES if name not in manifest.files]
+    problems += [f"graphs.{name}: expected {file}" for name, file in GRAPHS.items() if name not in manifest.graphs or manifest.graphs[name].file != file]
+    for name, entry in manifest.files.items():
+        problem = _problem_with_file(path, name, entry, check_hashes)
+        if problem:
+            problems.append(f"{name}: {problem}")
+    if problems:
+        raise BundleError(listed(f"{path}: {len(problems)} problem(s) with the bundle's files", problems, _EXPORT_AGAIN))
+    return Bundle(path=path, manifest=manifest)
+
+
+@contextmanager
+def create_bundle(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A hidden folder beside `path` to write a bundle into; it becomes `path` at the end, or disappears.
+
+    Args:
+        path: must not exist, or be a bundle with `overwrite`.
+        overwrite: replace an existing bundle, once the new one is complete.
+
+    Raises:
+        BundleError: `path` exists and may not be replaced, or its parent cannot be written to.
+    """
+    path = Path(path).absolute()
+    _refuse_existing(path, overwrite)
+    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = _hidden_sibling(path)
+    except OSError as error:
+        _remove_empty(made)
+        raise BundleError(f"{path}: expected a folder that can be written to, found: {error}. Choose another output folder.") from error
+    try:
+        yield aside
+        _refuse_existing(path, overwrite)  # once more: exporting takes its time
+        _swap(aside, path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        _remove_empty(made)
+        raise
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / MANIFEST).write_text(json.dumps(manifest.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def file_entries(folder: Path) -> dict[str, FileEntry]:
+    """Size and hash of every file below `folder` but the manifest, by its relative name."""
+    files = sorted(item for item in folder.rglob("*") if item.is_file() and item != folder / MANIFEST)
+    return {item.relative_to(folder).as_posix(): FileEntry(bytes=item.stat().st_size, sha256=_sha256(item)) for item in files}
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    if not path.is_dir() or not file.is_file():
+        found = "no such folder" if not path.exists() else "a file" if not path.is_dir() else f"a folder without {MANIFEST}"
+        raise BundleError(f"{path}: expected a bundle (a folder with {MANIFEST}), found {found}. Make one with: domino-deploy export")
+    try:
+        if file.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise BundleError(f"{file}: expected at most {_MAX_MANIFEST_BYTES} bytes, found {file.stat().st_size}. {_EXPORT_AGAIN}")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: bad JSON as well as bad UTF-8
+        raise BundleError(f"{file}: expected a JSON object, found: {error or type(error).__name__}. {_EXPORT_AGAIN}") from error
+    # The version decides before the keys do: another version has other keys.
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if isinstance(content, dict) and version != FORMAT_VERSION:
+        raise BundleError(f"{file}: expected format_version {FORMAT_VERSION}, found {version!r:.40}. Export the bundle with this version of domino-deploy.")
+    return from_json(Manifest, content, str(file))
+
+
+def _problem_with_file(folder: Path, name: str, entry: FileEntry, check_hash: bool) -> str | None:
+    windows, posix = PureWindowsPath(name), PurePosixPath(name)
+    if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or str(posix) != name or name == MANIFEST:
+        return "expected a relative name inside the bundle"
+    file = folder / name
+    if not file.resolve().is_relative_to(folder.resolve()):
+        return "expected a file inside the bundle, found a link out of it"
+    if not file.is_file():
+        return "missing"
+    size = file.stat().st_size
+    if size != entry.bytes:
+        return f"altered: expected {entry.bytes} bytes, found {size}"
+    if check_hash and (found := _sha256(file)) != entry.sha256:
+        return f"altered: expected sha256 {entry.sha256}, found {found}"
+    return None
+
+
+def _refuse_existing(path: Path, overwrite: bool) -> None:
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise BundleError(f"{path}: expected no such folder yet, found one. Choose another output folder, or allow it to be replaced (--force).")
+    if path.is_symlink() or not _is_bundle(path):
+        raise BundleError(f"{path}: expected a bundle to replace, found something else. Remove it yourself, or choose another output folder.")
+
+
+def _is_bundle(path: Path) -> bool:
+    """Of any format version, and whether complete or not."""
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "format_version" in content
+
+
+def _swap(aside: Path, path: Path) -> None:
+    """Put `aside` in the place of `path`; a bundle that was there is removed last, and comes back if the move fails."""
+    if not path.exists():
+        aside.rename(path)
+        return
+    old = _hidden_sibling(path)
+    path.rename(old / path.name)
+    try:
+        aside.rename(path)
+    except BaseException:
+        (old / path.name).rename(path)
+        old.rmdir()
+        raise
+    shutil.rmtree(old)
+
+
+def _hidden_sibling(path: Path) -> Path:
+    # Not tempfile's: its folders are private to the user, and this one becomes the bundle.
+    folder = path.parent / f".{path.name}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    return folder
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Undo `mkdir(parents=True)`, innermost folder first."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -1,0 +1,77 @@
+"""Every error that domino-deploy raises on purpose.
+
+    DominoDeployError
+    ├── CheckpointError     a checkpoint folder, its config.json or its tensors
+    ├── PairingError        a drafter and a target that do not belong together
+    ├── BundleError         a bundle folder, its manifest or its files
+    ├── ExportError         a graph that could not be made
+    ├── VerificationError   an exported graph whose numbers are not PyTorch's
+    ├── CapacityError       a prompt or a request that the caches cannot hold
+    ├── RequestError        a prompt, a sampling value or a stop condition
+    ├── TrainingError       training data or a training run
+    └── MissingDependencyError   an optional package; the message names the extra
+
+A message has three parts: what was expected, what was found, what to do next.  Only the command line turns these
+into exit codes (`exit_code`); an unexpected exception keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DominoDeployError(Exception):
+    """Base of the tree; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class CheckpointError(DominoDeployError):
+    """A checkpoint cannot be used; the message lists every offending item."""
+
+    exit_code = 4
+
+
+class PairingError(DominoDeployError):
+    """Drafter and target do not belong together; the message lists every mismatch."""
+
+    exit_code = 4
+
+
+class BundleError(DominoDeployError):
+    """A bundle is missing, incomplete, altered or of another format version."""
+
+    exit_code = 4
+
+
+class ExportError(DominoDeployError):
+    """A graph could not be exported."""
+
+
+class VerificationError(DominoDeployError):
+    """An exported graph does not reproduce PyTorch's numbers."""
+
+
+class CapacityError(DominoDeployError):
+    """The request needs more rows than the caches hold."""
+
+
+class RequestError(DominoDeployError):
+    """A value of the request is out of range."""
+
+    exit_code = 2
+
+
+class TrainingError(DominoDeployError):
+    """Training data or a training run cannot be used."""
+
+
+class MissingDependencyError(DominoDeployError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+    exit_code = 3
+
+
+def listed(intro: str, problems: Sequence[str], advice: str) -> str:
+    """One message for all `problems`: intro, one line per problem, what to do."""
+    return "\n".join([intro, *(f"  - {problem}" for problem in problems), advice])

@@ -1,0 +1,1 @@
+"""The PyTorch models, written for export: plain tensors in, plain tensors out."""

@@ -1,0 +1,104 @@
+"""The Domino head (arXiv 2605.29707, section 5): a GRU over the draft tokens so far, then a low-rank logit correction.
+
+The GRU cell is written out: exporters of `nn.GRU` are known to write the wrong reset-gate convention silently.
+
+Shape legend: B batch, N proposals, M model width, G GRU width, R rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from domino_deploy.config import DrafterConfig
+from domino_deploy.plugins.torch_op import fused_logit_correction
+
+
+class PrefixGRU(nn.Module):
+    """A bias-free GRU whose parameters carry `nn.GRU`'s names; gates in the order reset, update, new."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * hidden_size, input_size))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
+        for weight in (self.weight_ih_l0, self.weight_hh_l0):
+            nn.init.uniform_(weight, -(hidden_size**-0.5), hidden_size**-0.5)  # nn.GRU's own default
+
+    def forward(self, input_projection_B3G: Tensor, state_BG: Tensor) -> Tensor:
+        """One step (torch.nn.GRU's equations) on an input already multiplied by `weight_ih_l0`."""
+        in_reset, in_update, in_new = input_projection_B3G.chunk(3, dim=-1)
+        old_reset, old_update, old_new = F.linear(state_BG, self.weight_hh_l0).chunk(3, dim=-1)
+        reset = torch.sigmoid(in_reset + old_reset)
+        update = torch.sigmoid(in_update + old_update)
+        new = torch.tanh(in_new + reset * old_new)
+        return (1 - update) * new + update * state_BG
+
+
+class DominoHead(nn.Module):
+    """Prefix GRU and correction; tensor names are those of a public checkpoint (`prefix_gru.*`, `embed_proj.{0,2}`)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.width = config.hidden_size
+        self.prefix_len = config.pure_draft_prefix_len
+        self.state_size = config.gru_hidden_dim
+        self.prefix_gru = PrefixGRU(config.hidden_size, config.gru_hidden_dim)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(config.emb_dim, config.vocab_size, bias=False),
+        )
+
+    @property
+    def codebook_VR(self) -> Tensor:
+        return self.embed_proj[2].weight  # type: ignore[return-value]  # a Sequential does not know its elements' type
+
+    def project_hidden(self, hidden: Tensor) -> Tensor:
+        """z = W1[:, :M] h for all positions at once: [..., R]."""
+        return F.linear(hidden, self.embed_proj[0].weight[:, : self.width])  # type: ignore[index]
+
+    def project_state(self, state: Tensor) -> Tensor:
+        """s = W1[:, M:] state: [..., R]."""
+        return F.linear(state, self.embed_proj[0].weight[:, self.width :])  # type: ignore[index]
+
+    def initial_state(self, batch: int) -> Tensor:
+        """The zero state [B, G] that every block starts from."""
+        return self.prefix_gru.weight_hh_l0.new_zeros(batch, self.state_size)
+
+    def step(self, token_embedding_BM: Tensor, state_BG: Tensor) -> Tensor:
+        """The state after consuming one more token's target embedding row."""
+        return self.prefix_gru(F.linear(token_embedding_BM, self.prefix_gru.weight_ih_l0), state_BG)
+
+    def rollout(self, embed: nn.Embedding, anchor_ids_B: Tensor, hidden_BNM: Tensor, base_logits_BNV: Tensor) -> Tensor:
+        """Draft greedily, token by token: int64 [B, N].
+
+        Proposal j (offset j + 1 from the anchor) uses the state after offsets 0..j; the first `prefix_len` proposals
+        are the base logits' argmax.
+        """
+        state, token, drafted = self.initial_state(anchor_ids_B.shape[0]), anchor_ids_B, []
+        projected_BNR = self.project_hidden(hidden_BNM)
+        for j in range(hidden_BNM.shape[1]):
+            state = self.step(embed(token), state)
+            if j < self.prefix_len:
+                token = base_logits_BNV[:, j].argmax(dim=-1)
+            else:
+                token, _ = fused_logit_correction(base_logits_BNV[:, j], projected_BNR[:, j], self.project_state(state), self.codebook_VR)
+            drafted.append(token)
+        return torch.stack(drafted, dim=1)
+
+    def teacher_forced(self, prefix_embeddings_BNM: Tensor, hidden_BNM: Tensor) -> Tensor:
+        """Bottleneck SiLU(z + s) [B, N, R] with the true tokens fed to the GRU (training).
+
+        Args:
+            prefix_embeddings_BNM: embedding rows of the true tokens at offsets 0..N-1, the anchor first.
+            hidden_BNM: backbone hidden states that predict offsets 1..N.
+
+        The corrected logits are `base + bottleneck @ codebook^T`; the first `prefix_len` rows must stay uncorrected.
+        """
+        inputs_BN3G = F.linear(prefix_embeddings_BNM, self.prefix_gru.weight_ih_l0)
+        state, states = self.initial_state(hidden_BNM.shape[0]), []
+        for j in range(hidden_BNM.shape[1]):
+            state = self.prefix_gru(inputs_BN3G[:, j], state)
+            states.append(state)
+        return F.silu(self.project_hidden(hidden_BNM) + self.project_state(torch.stack(states, dim=1)))

@@ -1,0 +1,1 @@
+"""The fused logit correction: its identity, its reference and its PyTorch operator."""

@@ -1,0 +1,1 @@
+"""Factories and doubles that several test files share."""
