@@ -1,0 +1,102 @@
+"""A drafter to start from: layers copied from the target's last ones, context projection set to the nearest tap."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
+from domino_deploy.errors import TrainingError, listed
+from domino_deploy.model.drafter import DrafterModel
+from domino_deploy.model.target import TargetModel
+from domino_deploy.training.recipe import Recipe
+
+
+def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
+    """The drafter that `recipe` asks for on this target: layer shape of the target, Qwen3-style q/k norms.
+
+    Raises:
+        TrainingError: the target has too few layers for these taps or draft layers, or too few tokens for the mask id.
+    """
+    taps = default_taps(target.num_layers, recipe.num_taps)
+    problems = []
+    if len(set(taps)) < len(taps) or taps[0] < 0:
+        problems.append(f"num_taps must leave distinct layers in a target of {target.num_layers}, found {recipe.num_taps}")
+    if recipe.num_layers > target.num_layers:
+        problems.append(f"num_layers must be at most the target's {target.num_layers}, found {recipe.num_layers}")
+    if not 0 <= recipe.mask_token_id < target.vocab_size:
+        problems.append(f"mask_token_id must lie in [0, {target.vocab_size}), found {recipe.mask_token_id}")
+    if problems:
+        raise TrainingError(listed("The recipe does not fit this target", problems, "Correct these values."))
+    return DrafterConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=recipe.num_layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        max_position_embeddings=target.max_position_embeddings,
+        has_qk_norm=True,
+        kind=DrafterKind.DOMINO,
+        block_size=recipe.block_size,
+        num_target_layers=target.num_layers,
+        target_layer_ids=taps,
+        mask_token_id=recipe.mask_token_id,
+        shift_label=recipe.shift_label,
+        pure_draft_prefix_len=recipe.pure_draft_prefix_len,
+        emb_dim=recipe.emb_dim,
+        gru_hidden_dim=recipe.gru_hidden_dim,
+    )
+
+
+def default_taps(target_layers: int, taps: int) -> tuple[int, ...]:
+    """Tapped layers spread as in DFlash: round(1 + i (L - 4) / (n - 1)); a single tap is L // 2."""
+    if taps == 1:
+        return (target_layers // 2,)
+    return tuple(round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps))
+
+
+@torch.no_grad()
+def new_drafter(target: TargetModel, config: DrafterConfig, sample_ids: Tensor) -> DrafterModel:
+    """A drafter with the target's last layers, norms included, for features divided by the taps' rms.
+
+    Args:
+        target: the target, of the same layer shape.
+        config: the drafter's.
+        sample_ids: int64 [B, S] text of the target; q/k norms start at the rms that the copied projections give on it.
+    """
+    drafter = DrafterModel(config)
+    first = target.config.num_layers - config.num_layers
+    scales = _query_key_rms(target, first, sample_ids)
+    for index, layer in enumerate(drafter.layers):
+        source = target.model.layers[first + index].state_dict()
+        layer.load_state_dict(source, strict=target.config.has_qk_norm)
+        if not target.config.has_qk_norm:
+            layer.self_attn.q_norm.weight.fill_(scales[index][0])
+            layer.self_attn.k_norm.weight.fill_(scales[index][1])
+    drafter.norm.load_state_dict(target.model.norm.state_dict())
+    drafter.hidden_norm.load_state_dict(target.model.layers[first].input_layernorm.state_dict())
+    drafter.fc.weight.normal_(std=0.02 / config.feature_size**0.5)
+    nearest = min(range(len(config.target_layer_ids)), key=lambda tap: abs(config.target_layer_ids[tap] + 1 - first))
+    width = config.hidden_size
+    drafter.fc.weight[:, nearest * width : (nearest + 1) * width] += torch.eye(width)
+    if drafter.head is not None:
+        drafter.head.codebook_VR.zero_()  # the first corrected logits are the base logits
+    return drafter
+
+
+def _query_key_rms(target: TargetModel, first: int, sample_ids: Tensor) -> list[tuple[float, float]]:
+    seen: dict[torch.nn.Module, float] = {}
+
+    def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen[module] = output.square().mean().sqrt().item()
+
+    attentions = [layer.self_attn for layer in target.model.layers[first:]]
+    hooks = [projection.register_forward_hook(record) for attention in attentions for projection in (attention.q_proj, attention.k_proj)]
+    target.hidden_states(sample_ids)
+    for hook in hooks:
+        hook.remove()
+    return [(seen[attention.q_proj], seen[attention.k_proj]) for attention in attentions]

@@ -1,0 +1,84 @@
+"""A trained drafter as a folder in the public checkpoint layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from domino_deploy.config import DrafterConfig, DrafterKind
+from domino_deploy.model.drafter import DrafterModel
+
+
+def save_drafter(drafter: DrafterModel, scales: Tensor, folder: Path, *, dtype: torch.dtype = torch.float16) -> None:
+    """Write config.json and model.safetensors aside, then put them in place.
+
+    Args:
+        drafter: trained on features divided by `scales`.
+        scales: [taps] rms of each tap; folded into `fc`, so that the checkpoint takes raw features.
+        folder: replaced if it exists.
+        dtype: of the stored tensors.
+    """
+    from safetensors.torch import save_file
+
+    config = drafter.config
+    tensors = {name: tensor.detach().float() for name, tensor in drafter.state_dict().items()}
+    folded = tensors["fc.weight"] / scales.repeat_interleave(config.hidden_size)
+    # `hidden_norm` undoes any common factor; this one keeps fp16 away from its subnormals.
+    tensors["fc.weight"] = folded * (0.02 / folded.square().mean().sqrt())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        aside.chmod(0o755)
+        stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+        save_file(stored, aside / "model.safetensors", metadata={"format": "pt"})
+        (aside / "model.safetensors").chmod(0o644)
+        (aside / "config.json").write_text(json.dumps(public_config(config, dtype), indent=2) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def public_config(config: DrafterConfig, dtype: torch.dtype) -> dict:
+    """config.json of the public Domino checkpoints: backbone as Qwen3, the rest under `dflash_config`."""
+    special: dict[str, object] = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "shift_label": config.shift_label,
+    }
+    if config.kind is DrafterKind.DOMINO:
+        special |= {
+            "projector_type": "domino",
+            "pure_draft_prefix_len": config.pure_draft_prefix_len,
+            "emb_dim": config.emb_dim,
+            "gru_hidden_dim": config.gru_hidden_dim,
+        }
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_target_layers": config.num_target_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "dtype": str(dtype).removeprefix("torch."),
+        "dflash_config": special,
+    }
