@@ -8,6 +8,8 @@ Shape legend: B batch, S new rows, C cache capacity, H heads, D head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,11 +34,11 @@ def _(x_BHSD: Tensor, cos_BSd: Tensor, sin_BSd: Tensor) -> Tensor:
     return x_BHSD.new_empty(x_BHSD.shape)
 
 
-def _save_angles(ctx, inputs, output) -> None:
+def _save_angles(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1], inputs[2])
 
 
-def _rotate_back(ctx, grad_BHSD: Tensor) -> tuple[Tensor, None, None]:
+def _rotate_back(ctx: Any, grad_BHSD: Tensor) -> tuple[Tensor, None, None]:
     # A rotation's transpose is the rotation by the opposite angle; angles get no gradient.
     cos, sin = ctx.saved_tensors
     return rotary_embedding(grad_BHSD.contiguous(), cos, -sin), None, None
