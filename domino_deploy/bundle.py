@@ -124,7 +124,9 @@ def open_bundle(path: str | Path, *, check_hashes: bool = False) -> Bundle:
     path = Path(path)
     manifest = _read_manifest(path)
     problems = [f"{name}: not listed in {MANIFEST}" for name in REQUIRED_FILES if name not in manifest.files]
-    problems += [f"graphs.{name}: expected {file}" for name, file in GRAPHS.items() if name not in manifest.graphs or manifest.graphs[name].file != file]
+    files = {name: graph.file for name, graph in manifest.graphs.items()}
+    problems += [f"graphs.{name}: expected {file}, found {files.get(name)}" for name, file in GRAPHS.items() if files.get(name) != file]
+    problems += [f"graphs.{name}: unknown graph" for name in files if name not in GRAPHS]
     for name, entry in manifest.files.items():
         problem = _problem_with_file(path, name, entry, check_hashes)
         if problem:
@@ -188,13 +190,14 @@ def _read_manifest(path: Path) -> Manifest:
     # The version decides before the keys do: another version has other keys.
     version = content.get("format_version") if isinstance(content, dict) else None
     if isinstance(content, dict) and version != FORMAT_VERSION:
-        raise BundleError(f"{file}: expected format_version {FORMAT_VERSION}, found {version!r:.40}. Export the bundle with this version of domino-deploy.")
+        raise BundleError(
+            f"{file}: expected format_version {FORMAT_VERSION}, found {version!r:.40}. Export it with this version of domino-deploy."
+        )
     return from_json(Manifest, content, str(file))
 
 
 def _problem_with_file(folder: Path, name: str, entry: FileEntry, check_hash: bool) -> str | None:
-    windows, posix = PureWindowsPath(name), PurePosixPath(name)
-    if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or str(posix) != name or name == MANIFEST:
+    if not _is_plain_relative(name):
         return "expected a relative name inside the bundle"
     file = folder / name
     if not file.resolve().is_relative_to(folder.resolve()):
@@ -209,13 +212,20 @@ def _problem_with_file(folder: Path, name: str, entry: FileEntry, check_hash: bo
     return None
 
 
+def _is_plain_relative(name: str) -> bool:
+    """Whether a name stays inside the folder on any system, and is spelt in the one way that `file_entries` spells it."""
+    windows = PureWindowsPath(name)
+    stays_inside = not (windows.drive or windows.root or ".." in windows.parts)
+    return stays_inside and name.isprintable() and str(PurePosixPath(name)) == name and name not in (".", MANIFEST)
+
+
 def _refuse_existing(path: Path, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not overwrite:
-        raise BundleError(f"{path}: expected no such folder yet, found one. Choose another output folder, or allow it to be replaced (--force).")
+        raise BundleError(f"{path}: expected no such folder yet, found one. Choose another output folder, or replace it (--force).")
     if path.is_symlink() or not _is_bundle(path):
-        raise BundleError(f"{path}: expected a bundle to replace, found something else. Remove it yourself, or choose another output folder.")
+        raise BundleError(f"{path}: expected a bundle to replace, found something else. Remove it, or choose another output folder.")
 
 
 def _is_bundle(path: Path) -> bool:

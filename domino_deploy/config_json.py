@@ -13,6 +13,8 @@ from domino_deploy.errors import BundleError, CheckpointError, listed
 
 T = TypeVar("T")
 
+_EXPORT_AGAIN = "Export the bundle again with this version of domino-deploy."
+
 
 def to_json(value: Any) -> Any:
     """A dataclass, or anything in one, as JSON values; enums become their names, tuples lists."""
@@ -42,9 +44,9 @@ def from_json(kind: type[T], value: Any, where: str) -> T:
     try:
         result = _read(kind, value, "", problems)
     except CheckpointError as error:  # a config that refuses its values
-        raise BundleError(f"{where}: {error}") from error
+        raise BundleError(f"{where}: {error} {_EXPORT_AGAIN}") from error
     if problems:
-        raise BundleError(listed(f"{where}: {len(problems)} problem(s)", problems, "Export the bundle again with this version of domino-deploy."))
+        raise BundleError(listed(f"{where}: {len(problems)} problem(s)", problems, _EXPORT_AGAIN))
     return typing.cast(T, result)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,8 @@ def transformers_target(model: PreTrainedModel, target_layer_ids: Sequence[int])
         output = model(input_ids=tokens_1S, output_hidden_states=True, use_cache=False)
         return output.logits, torch.cat([output.hidden_states[layer + 1] for layer in target_layer_ids], dim=-1)
 
-    return ReferenceTarget(forward=forward, embed=model.get_input_embeddings(), lm_head=model.get_output_embeddings())
+    embed, lm_head = cast("nn.Embedding", model.get_input_embeddings()), cast("nn.Linear", model.get_output_embeddings())
+    return ReferenceTarget(forward=forward, embed=embed, lm_head=lm_head)
 
 
 def greedy(logits_V: Tensor, position: int) -> int:

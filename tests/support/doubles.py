@@ -40,6 +40,9 @@ class ToyTarget:
     def length(self) -> int:
         return self.rows.length
 
+    def logits(self, prefix: tuple[int, ...]) -> FloatArray:
+        return toy_logits(prefix, self.vocab_size)
+
     def reset(self) -> None:
         self.rows.reset()
         self.tokens, self.passes = [], []
@@ -53,11 +56,24 @@ class ToyTarget:
         self.tokens = [*self.tokens[: self.length], *map(int, token_ids)]
         ends = range(len(self.tokens) - num_logits + 1, len(self.tokens) + 1)
         features = np.array([(token, self.length + row) for row, token in enumerate(token_ids)], dtype=np.float32)
-        self._last = TargetRows(logits=np.stack([toy_logits(tuple(self.tokens[:end]), self.vocab_size) for end in ends]), features=features)
+        self._last = TargetRows(logits=np.stack([self.logits(tuple(self.tokens[:end])) for end in ends]), features=features)
         return self._last
 
     def commit(self, rows: int) -> None:
         self.rows.commit(rows)
+
+
+class ReplayTarget(ToyTarget):
+    """Says what it was told to, from the first token of the prompt on."""
+
+    def __init__(self, sequence: Sequence[int], vocab_size: int, capacity: int = 256) -> None:
+        super().__init__(vocab_size, capacity)
+        self.sequence = list(sequence)
+
+    def logits(self, prefix: tuple[int, ...]) -> FloatArray:
+        logits = np.zeros(self.vocab_size, dtype=np.float32)
+        logits[self.sequence[len(prefix)]] = 9.0
+        return logits
 
 
 class ToyDrafter:
