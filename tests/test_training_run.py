@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from domino_deploy.checkpoint import open_drafter, open_target
+from domino_deploy.config import RopeConfig, RopeType
 from domino_deploy.errors import CheckpointError, TrainingError
 from domino_deploy.model.loading import load_drafter, load_target
 from domino_deploy.model.spec_generate import reference_target, spec_generate
@@ -186,6 +187,31 @@ def test_a_saved_drafter_has_the_public_layout_and_opens_again(target, tmp_path)
     tensors = load_file(tmp_path / "drafter" / "model.safetensors")
     assert tensors.keys() == drafter.state_dict().keys()
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(theta=5e5, type=RopeType.LINEAR, factor=2.0),
+        RopeConfig(
+            theta=5e5, type=RopeType.LLAMA3, factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position_embeddings=128
+        ),
+        RopeConfig(
+            theta=5e5,
+            type=RopeType.YARN,
+            factor=4.0,
+            beta_fast=30.0,
+            beta_slow=2.0,
+            attention_factor=1.2,
+            original_max_position_embeddings=128,
+        ),
+    ],
+)
+def test_rope_scaling_and_sliding_layers_survive_saving(target, tmp_path, rope):
+    config = dataclasses.replace(drafter_config(target.config, RECIPE), rope=rope, sliding_layers=(True,), sliding_window=16)
+    drafter = new_drafter(target, config, torch.tensor([[5, 6, 7, 8]]))
+    save_drafter(drafter, torch.ones(2), tmp_path / "drafter")
+    assert open_drafter(tmp_path / "drafter").config == config
 
 
 def test_folding_the_tap_scales_changes_no_hidden_state(target, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from domino_deploy.config import DrafterConfig, DrafterKind
+from domino_deploy.config import DrafterConfig, DrafterKind, RopeConfig, RopeType
 from domino_deploy.model.drafter import DrafterModel
 
 
@@ -61,6 +61,7 @@ def public_config(config: DrafterConfig, dtype: torch.dtype) -> dict:
             "gru_hidden_dim": config.gru_hidden_dim,
         }
     return {
+        **_rope(config.rope),
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": config.block_size,
@@ -73,12 +74,27 @@ def public_config(config: DrafterConfig, dtype: torch.dtype) -> dict:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope.theta,
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": False,
-        "layer_types": ["full_attention"] * config.num_layers,
+        "layer_types": [
+            "sliding_attention" if sliding else "full_attention" for sliding in config.sliding_layers or [False] * config.num_layers
+        ],
+        "sliding_window": config.sliding_window,
         "dtype": str(dtype).removeprefix("torch."),
         "dflash_config": special,
     }
+
+
+def _rope(rope: RopeConfig) -> dict[str, object]:
+    """`rope_theta`, and `rope_scaling` with the settings of its type."""
+    keys = {
+        RopeType.DEFAULT: (),
+        RopeType.LINEAR: ("factor",),
+        RopeType.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        RopeType.YARN: ("factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
+    }[rope.type]
+    if not keys:
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": str(rope.type)} | {key: getattr(rope, key) for key in keys}}
