@@ -61,7 +61,8 @@ class RopeConfig:
             problems.append(f"rope scaling {self.type!s} needs original_max_position_embeddings")
         if self.type is RopeType.LLAMA3 and not self.high_freq_factor > self.low_freq_factor > 0:
             problems.append(
-                f"rope scaling llama3 needs 0 < low_freq_factor < high_freq_factor, found {self.low_freq_factor} and {self.high_freq_factor}"
+                "rope scaling llama3 needs 0 < low_freq_factor < high_freq_factor, "
+                f"found {self.low_freq_factor} and {self.high_freq_factor}"
             )
         _raise_if(problems, "rope settings")
 

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import write_drafter, write_target
+
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole, verified bundle of a random Llama target and a random Domino drafter; not to be written to."""
-    from domino_deploy.exporters.export import export_bundle
-    from tests.support.checkpoints import write_drafter, write_target
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A whole, verified bundle of a random Llama target and a random Domino drafter; not to be written to.
 
-    folder = tmp_path_factory.mktemp("tiny")
-    target = write_target(folder / "target")
-    drafter = write_drafter(folder / "drafter", target)
-    return export_bundle(drafter, target, folder / "bundle", progress=lambda step: None).path
+    The checkpoints lie beside it, as `target` and `drafter`.
+    """
+
+    def checkpoints(folder: Path) -> None:
+        write_drafter(folder / "drafter", write_target(folder / "target"))
+
+    return _shared_bundle("tiny", tmp_path_factory, worker_id, checkpoints)
+
+
+@pytest.fixture(scope="session")
+def tiny_dflash_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The other layout of everything: an untied, sharded bf16 Qwen3 target; an fp16 DFlash drafter with a sliding layer."""
+
+    def checkpoints(folder: Path) -> None:
+        target = write_target(folder / "target", family="qwen3", tied=False, dtype="bfloat16", shards=2)
+        sliding = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+        write_drafter(folder / "drafter", target, kind="dflash", dtype="float16", **sliding)
+
+    return _shared_bundle("tiny-dflash", tmp_path_factory, worker_id, checkpoints)
+
+
+def _shared_bundle(name: str, tmp_path_factory: pytest.TempPathFactory, worker_id: str, write_checkpoints: Callable[[Path], None]) -> Path:
+    """One export for all workers: it is the dearest thing that tests do."""
+    from domino_deploy.exporters.export import export_bundle
+
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = base / name
+        if not (folder / "bundle").exists():
+            write_checkpoints(folder)
+            export_bundle(folder / "drafter", folder / "target", folder / "bundle", progress=lambda step: None)
+        return folder / "bundle"

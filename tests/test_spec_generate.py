@@ -77,7 +77,9 @@ def test_our_target_and_its_transformers_twin_give_the_same_cycles(family):
         for mine, other in zip(ours.forward(torch.tensor([PROMPT])), theirs.forward(torch.tensor([PROMPT])), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
     assert list(spec_generate(ours, drafter, PROMPT, max_new_tokens=24)) == list(spec_generate(theirs, drafter, PROMPT, max_new_tokens=24))
-    expected = twin.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)[0, len(PROMPT) :]
+    expected = twin.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)[
+        0, len(PROMPT) :
+    ]
     assert tokens_of(list(spec_generate(theirs, drafter, PROMPT, max_new_tokens=24))) == expected.tolist()
 
 

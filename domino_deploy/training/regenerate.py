@@ -17,7 +17,7 @@ from torch import Tensor
 from domino_deploy.errors import TrainingError
 from domino_deploy.model import rope
 from domino_deploy.model.layers import cached_mask
-from domino_deploy.model.target import TargetModel
+from domino_deploy.model.target import TargetLayer, TargetModel
 from domino_deploy.training.looping import is_looping
 
 # Rows are dropped from a running batch once this share of them has finished: each drop copies the caches.
@@ -147,7 +147,7 @@ def _forward(
     return model.lm_head(model.model.norm(last)).argmax(dim=-1)
 
 
-def _attend_grouped(layer, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def _attend_grouped(layer: TargetLayer, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Like `TargetLayer` after the cache; one decoded row treats the query heads of a group as rows of one head."""
     if queries.shape[2] > 1:
         return layer._mix(x, queries, keys, values, mask)

@@ -1,0 +1,184 @@
+"""The decode loop: prefill, then propose, verify, accept, commit, yield, until something ends it.
+
+Plain decoding is the same loop without a drafter.  Knows tokens only; text and stop strings are `text.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from domino_deploy.errors import CapacityError, RequestError, listed
+from domino_deploy.runtime.acceptance import accept
+from domino_deploy.runtime.protocols import Drafter, FloatArray, Proposal, Step, Target, TargetRows, TermsMs
+from domino_deploy.runtime.sampling import Sampler, SamplingParams
+
+# A prompt runs through the target in pieces of this many rows: enough for full matrix products, while attention scores
+# (heads x rows x capacity x 4 bytes: 128 MiB for 32 heads and 4096 slots) stay bounded for prompts of any length.
+PREFILL_ROWS = 256
+
+STOP = "stop"
+LENGTH = "length"
+_NOTHING = Proposal(token_ids=np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationParams:
+    """One request.
+
+    Args:
+        sampling: how tokens are chosen.
+        max_new_tokens: tokens to generate at most; the caches' capacity may end it earlier, also as "length".
+        stop_strings: end as soon as the text holds one of them; it and what follows are not part of the text.
+        stop_token_ids: end behind one of these tokens; it is the last of the tokens and not part of the text.
+        ignore_eos: do not add the target's own end-of-sequence tokens to `stop_token_ids`.
+        num_speculative_tokens: tokens to draft per cycle, 0 for plain decoding; None for the session's default.
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 256
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.max_new_tokens < 1:
+            problems.append(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
+        if isinstance(self.stop_strings, str) or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
+            problems.append(f"stop_strings must be a tuple of strings that are not empty, found {self.stop_strings!r}")
+        if any(token < 0 for token in self.stop_token_ids):
+            problems.append(f"stop_token_ids must be token ids, found {self.stop_token_ids!r}")
+        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 0:
+            problems.append(f"num_speculative_tokens must be 0 (plain decoding) or above, found {self.num_speculative_tokens}")
+        if problems:
+            raise RequestError(
+                listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again.")
+            )
+
+
+def generate(
+    target: Target, drafter: Drafter | None, prompt_ids: Sequence[int], params: GenerationParams, *, num_speculative_tokens: int
+) -> Iterator[Step]:
+    """Generate behind a prompt, one record per cycle; the first one is the prefill's token.
+
+    Target and drafter are reset first, so a generation that was left half way does no harm to the next.
+
+    Args:
+        target: the target.
+        drafter: a source of proposals, or None for plain decoding.
+        prompt_ids: 1 up to `target.capacity` tokens.
+        params: the request; of its stop conditions only `stop_token_ids` and `max_new_tokens` are looked at.
+        num_speculative_tokens: tokens to draft per cycle, 0 up to `drafter.max_proposals`.
+
+    Raises:
+        RequestError: no prompt, a token outside the vocabulary, or more speculation than the drafter offers.
+        CapacityError: the prompt does not fit.
+    """
+    _check(target, drafter, prompt_ids, params, num_speculative_tokens)
+    return _cycles(target, drafter, list(prompt_ids), params, num_speculative_tokens)
+
+
+def _cycles(
+    target: Target, drafter: Drafter | None, tokens: list[int], params: GenerationParams, num_speculative_tokens: int
+) -> Iterator[Step]:
+    sampler = Sampler(params.sampling)
+    stops = frozenset(params.stop_token_ids)
+    # The last token needs no row of its own in the cache: hence the one more.
+    final_length = len(tokens) + min(params.max_new_tokens, target.capacity - len(tokens) + 1)
+    target.reset()
+    if drafter is not None:
+        drafter.reset()
+
+    started = perf_counter()
+    prefilled = _prefill(target, tokens)
+    verify_ms = _since(started)
+    features = prefilled.features
+    kept, finish_reason = _cut([sampler.choose(prefilled.logits[-1], len(tokens))], stops, final_length - len(tokens))
+    tokens += kept
+    terms = TermsMs(verify=verify_ms, other=_since(started) - verify_ms)
+    yield Step(token_ids=tuple(kept), terms_ms=terms, finish_reason=finish_reason)
+
+    while finish_reason is None:
+        started = perf_counter()
+        # A pass over c drafts can yield c + 1 tokens, and more than are wanted would be work for nothing.
+        count = min(num_speculative_tokens, final_length - len(tokens) - 1)
+        proposal = drafter.propose(tokens, features, count) if drafter is not None and count > 0 else _NOTHING
+        drafts = proposal.token_ids.tolist()
+
+        verify_started = perf_counter()
+        rows = target.forward([tokens[-1], *drafts], len(drafts) + 1)
+        verify_ms = _since(verify_started)
+
+        chosen = accept(_choices(sampler, rows.logits, len(tokens)), drafts)
+        kept, finish_reason = _cut(chosen, stops, final_length - len(tokens))
+        # Rows in the cache are those of the anchor and of all kept tokens but the last, the next anchor.
+        target.commit(len(kept))
+        features = rows.features[: len(kept)]
+        tokens += kept
+        accepted = min(len(kept), len(chosen) - 1)
+        graphs_ms = proposal.draft_ms + proposal.head_ms + verify_ms
+        terms = TermsMs(draft=proposal.draft_ms, head=proposal.head_ms, verify=verify_ms, other=_since(started) - graphs_ms)
+        yield Step(token_ids=tuple(kept), proposed=len(drafts), accepted=accepted, terms_ms=terms, finish_reason=finish_reason)
+
+
+def _prefill(target: Target, prompt_ids: list[int]) -> TargetRows:
+    """All prompt rows, committed: the last row's logits and the features of all of them."""
+    features: list[FloatArray] = []
+    for start in range(0, len(prompt_ids), PREFILL_ROWS):
+        piece = prompt_ids[start : start + PREFILL_ROWS]
+        rows = target.forward(piece, 1)
+        target.commit(len(piece))
+        features.append(rows.features.copy())  # a backend may reuse the memory in its next pass
+    return TargetRows(logits=rows.logits, features=np.concatenate(features))
+
+
+def _choices(sampler: Sampler, logits_NV: FloatArray, position: int) -> Callable[[int], int]:
+    """The target's choice at each verified row; row 0 chooses the token at `position`."""
+    return lambda row: sampler.choose(logits_NV[row], position + row)
+
+
+def _cut(tokens: list[int], stops: frozenset[int], wanted: int) -> tuple[list[int], str | None]:
+    """The tokens up to and with the first that ends the request, and why it ends; a stop token goes before the length."""
+    for index, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: index + 1], STOP
+        if index + 1 == wanted:
+            return tokens[: index + 1], LENGTH
+    return tokens, None
+
+
+def _check(
+    target: Target, drafter: Drafter | None, prompt_ids: Sequence[int], params: GenerationParams, num_speculative_tokens: int
+) -> None:
+    offered = 0 if drafter is None else drafter.max_proposals
+    problems = []
+    if len(prompt_ids) == 0:
+        problems.append("the prompt must have at least one token, found none")
+    foreign = sorted({token for token in prompt_ids if not 0 <= token < target.vocab_size})
+    if foreign:
+        problems.append(f"prompt tokens must lie in [0, {target.vocab_size}), found {_some(foreign)}")
+    foreign = sorted({token for token in params.stop_token_ids if token >= target.vocab_size})
+    if foreign:
+        problems.append(f"stop token ids must lie in [0, {target.vocab_size}), found {_some(foreign)}")
+    if not 0 <= num_speculative_tokens <= offered:
+        problems.append(f"num_speculative_tokens must lie in [0, {offered}] for this drafter, found {num_speculative_tokens}")
+    if problems:
+        raise RequestError(listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again."))
+    if len(prompt_ids) > target.capacity:
+        raise CapacityError(
+            f"Expected a prompt of at most {target.capacity} tokens, the model length of this session, found {len(prompt_ids)}. "
+            "Shorten the prompt, or open the session with a larger max_model_len."
+        )
+
+
+def _some(values: Sequence[int], most: int = 5) -> str:
+    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
+
+
+def _since(started: float) -> float:
+    return (perf_counter() - started) * 1e3

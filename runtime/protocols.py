@@ -1,0 +1,112 @@
+"""What a decode loop needs of a target and of a drafter, and the records they exchange.
+
+Protocols, because several implementations exist: ONNX Runtime, eager PyTorch, prompt lookup.  One sequence each; the
+arrays are numpy's, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRows:
+    """What one target pass gives.
+
+    logits: [N, V] of the last N rows asked for; features: [S, F] tapped features of all S new rows.  A backend may reuse
+    their memory in its next pass.
+    """
+
+    logits: FloatArray
+    features: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Drafted tokens (int64, at most as many as asked for) and what they cost in milliseconds."""
+
+    token_ids: IntArray
+    draft_ms: float = 0.0
+    head_ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermsMs:
+    """Where the time of one cycle went, milliseconds: the three graphs, and everything outside them."""
+
+    draft: float = 0.0
+    head: float = 0.0
+    verify: float = 0.0
+    other: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One cycle of the decode loop (the first one is the prefill: one token, nothing proposed).
+
+    token_ids: committed tokens, in order; proposed: drafted tokens that were verified; accepted: those among
+    `token_ids`, so `accepted <= proposed` and, unless cut short, `len(token_ids) == accepted + 1`.
+    finish_reason: "stop", "length", or None while generation goes on.
+    """
+
+    token_ids: tuple[int, ...]
+    proposed: int = 0
+    accepted: int = 0
+    terms_ms: TermsMs = field(default_factory=TermsMs)
+    finish_reason: str | None = None
+
+
+class Target(Protocol):
+    """A target with its KV cache for one sequence."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Rows the cache can hold at most."""
+
+    @property
+    def length(self) -> int:
+        """Rows committed so far."""
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+
+    def forward(self, token_ids: Sequence[int] | IntArray, num_logits: int) -> TargetRows:
+        """Run new rows behind the committed ones; logits of the last `num_logits`.  Commits nothing.
+
+        Raises:
+            CapacityError: `length + len(token_ids) > capacity`.
+        """
+
+    def commit(self, rows: int) -> None:
+        """Keep the first `rows` rows of the last pass."""
+
+
+class Drafter(Protocol):
+    """A source of proposals for one sequence."""
+
+    @property
+    def max_proposals(self) -> int: ...
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+
+    def propose(self, token_ids: Sequence[int], features: FloatArray, count: int) -> Proposal:
+        """Propose at most `count` tokens to follow `token_ids`.
+
+        Args:
+            token_ids: every committed token, the anchor last.
+            features: [L, F] target features of the tokens committed since the last call, the anchor excluded (its row
+                does not exist yet): over all calls, exactly `token_ids[:-1]` once.
+            count: 1 up to `max_proposals`.
+        """

@@ -1,0 +1,142 @@
+"""From one row of logits to one token id: greedy choice, or temperature, top-k, top-p, min-p and a keyed uniform.
+
+The randomness of a request is a function of its seed and of the position of the token in the sequence, nothing else;
+that makes speculative and plain decoding with the same seed the same, token for token.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from domino_deploy.errors import RequestError, VerificationError, listed
+from domino_deploy.runtime.protocols import FloatArray
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a token is chosen from the target's logits; the defaults are greedy decoding.
+
+    Filters apply in transformers' order: temperature, top-k, top-p, min-p.
+
+    Args:
+        temperature: 0 for greedy decoding, otherwise logits are divided by it.
+        top_k: keep the k most likely tokens, and those as likely as the last of them; 0 keeps all.
+        top_p: keep the most likely tokens until their mass reaches top_p; 1 keeps all.
+        min_p: keep tokens at least min_p times as likely as the most likely one; 0 keeps all.
+        seed: makes sampling repeatable; None draws a fresh one for every request.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not _is_number(self.temperature) or not (math.isfinite(self.temperature) and self.temperature >= 0):
+            problems.append(f"temperature must be a finite number, 0 or above, found {self.temperature!r}")
+        if not _is_integer(self.top_k) or self.top_k < 0:
+            problems.append(f"top_k must be an integer, 0 (all tokens) or above, found {self.top_k!r}")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            problems.append(f"top_p must be a number above 0 and at most 1, found {self.top_p!r}")
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            problems.append(f"min_p must be a number from 0 to 1, found {self.min_p!r}")
+        if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED):
+            problems.append(f"seed must be an integer from 0 to {MAX_SEED}, found {self.seed!r}")
+        if problems:
+            raise RequestError(
+                listed(f"Sampling: {len(problems)} value(s) out of range", problems, "Correct them and send the request again.")
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Sampler:
+    """Chooses the target's own tokens for one request."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.seed = secrets.randbits(64) if params.seed is None else params.seed
+
+    def choose(self, logits_V: FloatArray, position: int) -> int:
+        """The token at `position` of the sequence, given the logits of the row before it.
+
+        Raises:
+            VerificationError: the logits are no basis for a choice (NaN, +inf, or all of them -inf).
+        """
+        best = int(np.argmax(logits_V))  # the lowest id among equals; a NaN wins over every number
+        if not np.isfinite(logits_V[best]):
+            raise VerificationError(
+                f"Expected finite logits for position {position}, found {_census(logits_V)}. "
+                "The target's graph or weights are damaged; run: domino-deploy verify BUNDLE"
+            )
+        if self.params.is_greedy:
+            return best
+        return inverse_cdf(distribution(logits_V, self.params), uniform(self.seed, position))
+
+
+def distribution(logits_V: FloatArray, params: SamplingParams) -> NDArray[np.float64]:
+    """Probabilities [V] that a token is drawn from, after all filters; `params.temperature` must be above 0."""
+    scores = logits_V.astype(np.float64)
+    scores -= scores.max()
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
+        scores /= params.temperature
+    weights = np.exp(scores)
+    if 0 < params.top_k < weights.size:
+        kth_logit = np.partition(logits_V, -params.top_k)[-params.top_k]
+        weights[logits_V < kth_logit] = 0.0
+    if params.top_p < 1:
+        weights = _nucleus(weights, params.top_p)
+    weights[weights < params.min_p * weights.max()] = 0.0
+    return weights / weights.sum()
+
+
+def inverse_cdf(probabilities_V: NDArray[np.float64], uniform: float) -> int:
+    """The token whose stretch of the cumulative distribution holds `uniform`, from [0, 1); ids in rising order."""
+    cumulative = np.cumsum(probabilities_V)
+    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    # The product may round up to the total: then it is the last token that can be drawn at all.
+    return token if token < probabilities_V.size else int(np.flatnonzero(probabilities_V)[-1])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A uniform number from [0, 1) for one position of one request (Philox: a counter-based generator)."""
+    bits = int(np.random.Philox(key=seed, counter=position).random_raw())
+    return (bits >> 11) * 2.0**-53
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.float64]:
+    """Zero all but the most likely tokens whose mass reaches `top_p` (arXiv 1904.09751); ties go to the lowest id."""
+    total = weights.sum()
+    # Tokens rarer than this weigh less than 1 - top_p together, so none of them is in: sort only the others.
+    candidates = np.flatnonzero(weights >= (1 - top_p) * total / weights.size)
+    ranked = candidates[np.argsort(-weights[candidates], kind="stable")]
+    mass_before = np.cumsum(weights[ranked]) - weights[ranked]
+    kept = ranked[mass_before < top_p * total]
+    filtered = np.zeros_like(weights)
+    filtered[kept] = weights[kept]
+    return filtered
+
+
+def _census(logits_V: FloatArray) -> str:
+    return (
+        f"{np.isnan(logits_V).sum()} NaN, {np.isposinf(logits_V).sum()} +inf and {np.isneginf(logits_V).sum()} -inf among {logits_V.size}"
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

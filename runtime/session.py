@@ -1,0 +1,227 @@
+"""A session: a bundle opened with a backend and a drafter, ready for one request after the other.
+
+with Session.open("bundle") as session:
+    for chunk in session.generate(session.prompt_ids("Hello"), GenerationParams()):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Self
+
+from domino_deploy.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, open_bundle
+from domino_deploy.config import TargetConfig
+from domino_deploy.errors import MissingDependencyError, RequestError, listed
+from domino_deploy.runtime.decode import STOP, GenerationParams, generate
+from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
+from domino_deploy.runtime.protocols import Drafter, Step, Target
+from domino_deploy.runtime.sampling import SamplingParams
+from domino_deploy.runtime.text import TextStream, Tokenizer
+
+__all__ = ["Backend", "Chunk", "DrafterChoice", "GenerationParams", "SamplingParams", "Session"]
+
+# Longer only when asked for: drafters are trained on some 3000 tokens and accept little beyond (docs/architecture.md), and
+# a target's own maximum, mostly far above, would promise more memory than a machine may have.
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+class Backend(StrEnum):
+    """What runs the models: ONNX Runtime, or eager PyTorch as the reference."""
+
+    ORT = "ort"
+    EAGER = "eager"
+
+
+class DrafterChoice(StrEnum):
+    """Where proposals come from: the bundle's drafter, the context itself, or nowhere (plain decoding)."""
+
+    BUNDLE = "bundle"
+    PROMPT_LOOKUP = "prompt-lookup"
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Text that one step made certain (it may be none), and the step; joined, the texts are the answer."""
+
+    text: str
+    step: Step
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.step.finish_reason
+
+
+class Session:
+    """Serves one request at a time; a context manager that owns target and drafter.
+
+    Made by `open`; the constructor takes the parts as they are.
+    """
+
+    def __init__(self, bundle: Bundle, tokenizer: Tokenizer, target: Target, drafter: Drafter | None) -> None:
+        self.bundle = bundle
+        self.tokenizer = tokenizer
+        self.target = target
+        self.drafter = drafter
+        self._requests = 0
+        self._is_open = True
+
+    @classmethod
+    def open(
+        cls,
+        bundle: str | Path,
+        *,
+        backend: Backend = Backend.ORT,
+        drafter: DrafterChoice = DrafterChoice.BUNDLE,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+    ) -> Self:
+        """Open a bundle.
+
+        Args:
+            bundle: the bundle's folder.
+            backend: what runs the models.
+            drafter: where proposals come from.
+            max_model_len: longest prompt and answer together, in tokens; None for the target's own maximum, but not
+                above `DEFAULT_MAX_MODEL_LEN`.
+            threads: threads inside an operator; None for one per physical core (ORT) or PyTorch's own choice (eager).
+
+        Raises:
+            BundleError: not a bundle, or a damaged one.
+            RequestError: `max_model_len` or `threads` out of range.
+            MissingDependencyError: the backend's package is not installed.
+        """
+        opened = open_bundle(bundle)
+        capacity = _capacity(opened.target, max_model_len, threads)
+        tokenizer = _tokenizer(opened)
+        with_drafter = drafter is DrafterChoice.BUNDLE
+        target, loaded = _backend_module(backend).open_pair(opened, capacity=capacity, threads=threads, with_drafter=with_drafter)
+        return cls(opened, tokenizer, target, PromptLookupDrafter() if drafter is DrafterChoice.PROMPT_LOOKUP else loaded)
+
+    @property
+    def default_num_speculative_tokens(self) -> int:
+        """What a request that does not say gets: all that the drafter proposes."""
+        return 0 if self.drafter is None else self.drafter.max_proposals
+
+    def prompt_ids(self, prompt: str, *, chat: bool = True, system: str | None = None) -> list[int]:
+        """Tokens of a prompt.
+
+        Args:
+            prompt: the user's text.
+            chat: put it into the target's chat template; otherwise it is taken as it is.
+            system: a system message; for `chat` only.
+
+        Raises:
+            RequestError: a system message without `chat`, no chat template, or one that refuses these messages.
+        """
+        if not chat:
+            if system is not None:
+                raise RequestError("Expected a system message in a chat prompt only, found one with a plain prompt. Drop one of the two.")
+            return self.tokenizer.encode(prompt)
+        messages = [{"role": "user", "content": prompt}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        # The template spells special tokens out; the tokenizer must not add its own once more.
+        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False)
+
+    def steps(self, prompt_ids: Sequence[int], params: GenerationParams) -> Iterator[Step]:
+        """Generate tokens; stop strings are not looked for.
+
+        Raises:
+            RequestError: a request that cannot be served, or, while iterating, one that was overtaken by another.
+            CapacityError: a prompt longer than this session's model length.
+        """
+        if not self._is_open:
+            raise RequestError("Expected an open session, found a closed one. Open the bundle again.")
+        if not params.ignore_eos:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *self.bundle.target.eos_token_ids))
+        count = self.default_num_speculative_tokens if params.num_speculative_tokens is None else params.num_speculative_tokens
+        steps = generate(self.target, self.drafter, prompt_ids, params, num_speculative_tokens=count)
+        self._requests += 1
+        return self._guarded(steps, self._requests)
+
+    def generate(self, prompt_ids: Sequence[int], params: GenerationParams) -> Iterator[Chunk]:
+        """Generate text, one chunk per step; errors as `steps`.
+
+        A stop string ends it with its first character: what follows is in no chunk's text, tokens that follow the one
+        that completes it are in no chunk's step, and the step's counters are those of the tokens kept.
+        """
+        return self._chunks(self.steps(prompt_ids, params), TextStream(self.tokenizer.decode, params.stop_strings))
+
+    def close(self) -> None:
+        """Free target and drafter; the session cannot be used any more."""
+        if self._is_open:
+            self._is_open = False
+            del self.target, self.drafter
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _guarded(self, steps: Iterator[Step], request: int) -> Iterator[Step]:
+        """The steps of one request, as long as it is the latest: all requests share the target's cache."""
+        for step in steps:
+            yield step
+            if step.finish_reason is None and (request != self._requests or not self._is_open):
+                raise RequestError(
+                    "Expected one request at a time, found another one started (or the session closed) before this one's end. "
+                    "Finish or close a generation first, or open a second session."
+                )
+
+    def _chunks(self, steps: Iterator[Step], stream: TextStream) -> Iterator[Chunk]:
+        for step in steps:
+            text, kept = "", 0
+            # A stop token is the last of its step, and no text.
+            for token in step.token_ids[:-1] if step.finish_reason == STOP else step.token_ids:
+                text, kept = text + stream.push(token), kept + 1
+                if stream.found_stop:
+                    break
+            else:
+                kept = len(step.token_ids)
+                if step.finish_reason is not None:
+                    text += stream.flush()
+            if stream.found_stop:
+                step = replace(step, token_ids=step.token_ids[:kept], accepted=min(step.accepted, kept), finish_reason=STOP)
+            yield Chunk(text=text, step=step)
+            if stream.found_stop:
+                return
+
+
+def _capacity(target: TargetConfig, max_model_len: int | None, threads: int | None) -> int:
+    most = target.max_position_embeddings
+    problems = []
+    if max_model_len is not None and not 1 <= max_model_len <= most:
+        problems.append(f"max_model_len must lie in [1, {most}], the positions of this target, found {max_model_len}")
+    if threads is not None and threads < 1:
+        problems.append(f"threads must be at least 1, found {threads}")
+    if problems:
+        raise RequestError(listed(f"Session: {len(problems)} value(s) out of range", problems, "Correct them and open the session again."))
+    return min(most, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
+
+
+def _tokenizer(bundle: Bundle) -> Tokenizer:
+    template = bundle.path / CHAT_TEMPLATE
+    source = template.read_text(encoding="utf-8") if template.is_file() else None
+    return Tokenizer(bundle.path / TOKENIZER, chat_template=source, special_tokens=bundle.manifest.special_tokens)
+
+
+def _backend_module(backend: Backend) -> ModuleType:
+    """The backend's module, imported when chosen; its dependency may be missing."""
+    needs = {Backend.ORT: ("onnxruntime", "domino-deploy"), Backend.EAGER: ("torch", "domino-deploy[export]")}
+    package, extra = needs[backend]
+    try:
+        return importlib.import_module(f"domino_deploy.runtime.backends.{backend}")
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise MissingDependencyError(
+            f"Expected the package {package} for the backend {backend}, found none. Run: pip install '{extra}'"
+        ) from error

@@ -1,0 +1,172 @@
+"""Text to tokens and back: tokenizer, chat template, incremental detokenising, stop strings.
+
+The tokenizer is a `tokenizer.json`, the template a Jinja file; both run without transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from domino_deploy.errors import BundleError, MissingDependencyError, RequestError
+from domino_deploy.runtime.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# What a decoder writes for bytes that are not (or not yet) UTF-8.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A `tokenizer.json` and, if there is one, its chat template.
+
+    Args:
+        tokenizer_file: the `tokenizer.json`.
+        chat_template: source of the Jinja template, or None.
+        special_tokens: what the template may name, `bos_token` and the like.
+
+    Raises:
+        MissingDependencyError: the package tokenizers is not installed.
+        BundleError: the file is missing or not a tokenizer.
+    """
+
+    def __init__(
+        self, tokenizer_file: Path, *, chat_template: str | None = None, special_tokens: Mapping[str, str | None] | None = None
+    ) -> None:
+        self._tokenizer = _load(tokenizer_file)
+        self._template_source = chat_template
+        # One that the target lacks is undefined in the template, as in transformers, not None.
+        self._special_tokens = {name: token for name, token in (special_tokens or {}).items() if token is not None}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; with special tokens, those that the tokenizer itself puts around a text (bos, mostly)."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the tokens, special tokens left out."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template_source is not None
+
+    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt text of a conversation, special tokens spelt out: encode it without adding any.
+
+        Raises:
+            RequestError: there is no template, or it refuses these messages.
+        """
+        return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special_tokens)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if self._template_source is None:
+            raise RequestError(
+                "Expected a chat template for a conversation, found none beside this tokenizer. Send a plain prompt instead."
+            )
+        return ChatTemplate(self._template_source)
+
+
+class IncrementalDetokenizer:
+    """Text of a growing sequence of tokens, piece by piece; the pieces joined are `decode(all tokens)`.
+
+    A token's text depends on its neighbours (merged bytes, leading spaces), so a window of recent tokens is decoded
+    with and without the new one, and the difference is the piece.  Nothing is given out while the window ends inside a
+    character (it decodes to U+FFFD); `flush` gives out what is left, a broken character included.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._given = 0  # tokens of the window whose text was given out
+        self._given_text = ""
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT) or len(text) <= len(self._given_text):
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        return self._advance(self._decode(self._window))
+
+    def _advance(self, text: str) -> str:
+        piece = text[len(self._given_text) :]
+        self._window = self._window[self._given :]
+        self._given = len(self._window)
+        self._given_text = self._decode(self._window)
+        return piece
+
+
+class StopStrings:
+    """Passes text on up to the first stop string, and holds back what may yet become one.
+
+    `found` is set once a stop string is complete; it and all text behind it are dropped.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        if self.found:
+            return ""
+        text = self._held + text
+        # The one complete first, so that the cut does not depend on how the text was cut into pieces.
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            self.found, self._held = True, ""
+            return text[: min(matches)[1]]
+        held = self._possible_start(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """The text held back, once no more will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        sizes = range(min(longest, len(text)), 0, -1)
+        return next((size for size in sizes if any(stop.startswith(text[len(text) - size :]) for stop in self._stops)), 0)
+
+
+class TextStream:
+    """Text of a growing sequence of tokens up to its first stop string: a detokenizer and `StopStrings` in a row."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self._detokenizer = IncrementalDetokenizer(decode)
+        self._stops = StopStrings(stops)
+
+    @property
+    def found_stop(self) -> bool:
+        return self._stops.found
+
+    def push(self, token_id: int) -> str:
+        return self._stops.push(self._detokenizer.push(token_id))
+
+    def flush(self) -> str:
+        """All that was held back, once no more tokens will come."""
+        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+
+
+def _load(tokenizer_file: Path) -> tokenizers.Tokenizer:
+    try:
+        from tokenizers import Tokenizer as FastTokenizer
+    except ImportError as error:
+        raise MissingDependencyError("Expected the package tokenizers, found none. Run: pip install domino-deploy") from error
+    if not tokenizer_file.is_file():
+        raise BundleError(f"Expected a tokenizer at {tokenizer_file}, found no such file. Export the bundle again.")
+    try:
+        return FastTokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise BundleError(
+            f"Expected a tokenizer at {tokenizer_file}, found one that does not parse: {error}. Export the bundle again."
+        ) from error

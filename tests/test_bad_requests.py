@@ -1,0 +1,73 @@
+"""Requests that cannot be served say why, before anything runs, and all at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from domino_deploy.errors import RequestError
+from domino_deploy.runtime.decode import GenerationParams, generate
+from tests.support.doubles import RandomDrafter, ToyTarget
+
+VOCAB = 8
+
+
+def start(prompt, *, drafter=None, count=0, **params):
+    return generate(ToyTarget(VOCAB), drafter, prompt, GenerationParams(**params), num_speculative_tokens=count)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", -3),
+        ("stop_strings", ("",)),
+        ("stop_strings", "end"),
+        ("stop_token_ids", (-1,)),
+        ("num_speculative_tokens", -1),
+    ],
+)
+def test_a_value_out_of_range_is_named(name, value):
+    with pytest.raises(RequestError, match=f"{name} must be "):
+        GenerationParams(**{name: value})
+
+
+def test_all_bad_values_are_named_at_once():
+    with pytest.raises(RequestError) as caught:
+        GenerationParams(max_new_tokens=0, stop_strings=("",), stop_token_ids=(-1,), num_speculative_tokens=-1)
+    assert all(name in str(caught.value) for name in ("max_new_tokens", "stop_strings", "stop_token_ids", "num_speculative_tokens"))
+
+
+def test_an_empty_prompt_is_refused_when_called_not_when_iterated():
+    with pytest.raises(RequestError, match="at least one token, found none"):
+        start([])
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_prompt_token_outside_the_vocabulary_is_named(token):
+    with pytest.raises(RequestError, match=rf"prompt tokens must lie in \[0, 8\), found {token}"):
+        start([1, token, 2])
+
+
+def test_many_foreign_tokens_are_counted_not_listed():
+    with pytest.raises(RequestError, match=r"found 8, 9, 10, 11, 12 and 95 more"):
+        start(list(range(8, 108)))
+
+
+def test_a_stop_token_outside_the_vocabulary_is_named():
+    with pytest.raises(RequestError, match=r"stop token ids must lie in \[0, 8\), found 8"):
+        start([1], stop_token_ids=(8,))
+
+
+def test_more_speculation_than_the_drafter_offers_is_refused():
+    with pytest.raises(RequestError, match=r"num_speculative_tokens must lie in \[0, 6\].*found 7"):
+        start([1], drafter=RandomDrafter(VOCAB), count=7)
+
+
+def test_speculation_without_a_drafter_is_refused():
+    with pytest.raises(RequestError, match=r"num_speculative_tokens must lie in \[0, 0\].*found 1"):
+        start([1], count=1)
+
+
+def test_all_faults_of_a_request_are_named_at_once():
+    with pytest.raises(RequestError, match=r"(?s)3 value.*prompt tokens.*stop token ids.*num_speculative_tokens"):
+        start([99], stop_token_ids=(99,), count=3)
