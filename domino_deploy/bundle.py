@@ -75,7 +75,11 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """manifest.json.  `verification` is None when the export was not verified; `special_tokens` are the chat template's."""
+    """manifest.json.
+
+    num_speculative_tokens: what a request that does not say gets, 1 up to the drafter's proposals; special_tokens: the
+    chat template's; verification: None when the export was not verified.
+    """
 
     format_version: int
     created_by: str
@@ -85,6 +89,7 @@ class Manifest:
     target: TargetConfig
     drafter: DrafterConfig
     pairing: Mapping[str, object]
+    num_speculative_tokens: int
     special_tokens: Mapping[str, str | None]
     graphs: Mapping[str, GraphEntry]
     files: Mapping[str, FileEntry]
@@ -127,6 +132,9 @@ def open_bundle(path: str | Path, *, check_hashes: bool = False) -> Bundle:
     files = {name: graph.file for name, graph in manifest.graphs.items()}
     problems += [f"graphs.{name}: expected {file}, found {files.get(name)}" for name, file in GRAPHS.items() if files.get(name) != file]
     problems += [f"graphs.{name}: unknown graph" for name in files if name not in GRAPHS]
+    count, most = manifest.num_speculative_tokens, manifest.drafter.num_proposals
+    if not 1 <= count <= most:
+        problems.append(f"num_speculative_tokens: expected 1 to {most}, the drafter's proposals, found {count}")
     for name, entry in manifest.files.items():
         problem = _problem_with_file(path, name, entry, check_hashes)
         if problem:
@@ -250,7 +258,11 @@ def _swap(aside: Path, path: Path) -> None:
         (old / path.name).rename(path)
         old.rmdir()
         raise
-    shutil.rmtree(old)
+    try:
+        shutil.rmtree(old)
+    except BaseException:  # interrupted half way: the new bundle is in place, so finish
+        shutil.rmtree(old, ignore_errors=True)
+        raise
 
 
 def _hidden_sibling(path: Path) -> Path:

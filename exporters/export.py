@@ -19,7 +19,7 @@ from domino_deploy.bundle import Bundle, GraphEntry, Manifest, SourceEntry, crea
 from domino_deploy.checkpoint import GENERATION_CONFIG, Checkpoint, open_drafter, open_target
 from domino_deploy.checkpoint_text import chat_template, special_tokens, tokenizer_file
 from domino_deploy.config import DrafterConfig, TargetConfig
-from domino_deploy.errors import ExportError, VerificationError
+from domino_deploy.errors import ExportError, RequestError, VerificationError
 from domino_deploy.exporters import verify as verification
 from domino_deploy.exporters.onnx_from_backbone import onnx_from_backbone
 from domino_deploy.exporters.onnx_from_head import onnx_from_head
@@ -41,6 +41,7 @@ def export_bundle(
     *,
     drafter_revision: str | None = None,
     target_revision: str | None = None,
+    num_speculative_tokens: int | None = None,
     verify: bool = True,
     overwrite: bool = False,
     progress: Progress = lambda step: None,
@@ -53,12 +54,15 @@ def export_bundle(
         output: the bundle's folder; must not exist unless `overwrite`.
         drafter_revision: for hub ids.
         target_revision: for hub ids.
+        num_speculative_tokens: how many tokens sessions draft and verify per cycle unless a request says otherwise; None for
+            all that the drafter proposes.
         verify: compare the graphs with PyTorch on the checkpoints' own weights; the manifest records the figures.
         overwrite: replace the bundle at `output`, once the new one is complete.
         progress: told what is being done, one line per step.
 
     Raises:
         CheckpointError, PairingError: the checkpoints cannot be used, or not together.
+        RequestError: `num_speculative_tokens` is more than the drafter proposes, or less than 1.
         BundleError: `output` exists or cannot be written to.
         ExportError: a graph could not be made.
         VerificationError: a graph does not reproduce PyTorch's numbers.
@@ -67,6 +71,7 @@ def export_bundle(
         progress("Opening the checkpoints")
         target_source, drafter_source = open_target(target, revision=target_revision), open_drafter(drafter, revision=drafter_revision)
         pairing = check_pairing(target_source.config, drafter_source.config)
+        count = _speculation(num_speculative_tokens, drafter_source.config)
         _copy_text(target_source.folder, folder)
         progress("Writing the weights")
         copies = {
@@ -84,6 +89,7 @@ def export_bundle(
             target=target_source.config,
             drafter=drafter_source.config,
             pairing=pairing,
+            num_speculative_tokens=count,
             special_tokens=special_tokens(target_source.folder),
             graphs=graphs,
             files=bundle.file_entries(folder),
@@ -96,6 +102,15 @@ def export_bundle(
                 raise VerificationError(report.failure())
             write_manifest(folder, dataclasses.replace(manifest, verification=report.to_dict()))
     return open_bundle(output)
+
+
+def _speculation(asked: int | None, drafter: DrafterConfig) -> int:
+    if asked is not None and not 1 <= asked <= drafter.num_proposals:
+        raise RequestError(
+            f"Expected num_speculative_tokens from 1 to {drafter.num_proposals}, the proposals of this drafter, found {asked}. "
+            "Choose a number in that range, or leave it out."
+        )
+    return drafter.num_proposals if asked is None else asked
 
 
 def _source(checkpoint: Checkpoint[Any]) -> SourceEntry:

@@ -106,8 +106,10 @@ class Session:
 
     @property
     def default_num_speculative_tokens(self) -> int:
-        """What a request that does not say gets: all that the drafter proposes."""
-        return 0 if self.drafter is None else self.drafter.max_proposals
+        """What a request that does not say gets: the bundle's number, or fewer if the drafter proposes fewer."""
+        if self.drafter is None:
+            return 0
+        return min(self.bundle.manifest.num_speculative_tokens, self.drafter.max_proposals)
 
     def prompt_ids(self, prompt: str, *, chat: bool = True, system: str | None = None) -> list[int]:
         """Tokens of a prompt.

@@ -10,7 +10,7 @@ import pytest
 
 from domino_deploy.bundle import open_bundle
 from domino_deploy.checkpoint import open_drafter, open_target
-from domino_deploy.errors import BundleError, CheckpointError, DominoDeployError, ExportError, PairingError, VerificationError
+from domino_deploy.errors import BundleError, CheckpointError, DominoDeployError, ExportError, PairingError, RequestError, VerificationError
 from domino_deploy.exporters import export
 from domino_deploy.exporters.export import export_bundle
 from domino_deploy.exporters.verify import VerificationLine, VerificationReport
@@ -197,12 +197,21 @@ def test_a_whole_export_tells_its_steps_and_serves(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", family="qwen2", rope_parameters=rope, rope_theta=10000.0)
     drafter = write_drafter(tmp_path / "drafter", target, shift_label=False, pure_draft_prefix_len=2, layout="flat")
     steps: list[str] = []
-    bundle = export_bundle(drafter, target, tmp_path / "bundle", progress=steps.append)
+    bundle = export_bundle(drafter, target, tmp_path / "bundle", num_speculative_tokens=3, progress=steps.append)
     assert bundle.manifest.verification is not None
     assert bundle.manifest.verification["passed"] is True
     assert [step for step in steps if "xporting" in step] == [f"Exporting the {name} graph" for name in ("target", "backbone", "head")]
     with Session.open(bundle.path) as session:
-        assert session.default_num_speculative_tokens == 5
+        assert session.default_num_speculative_tokens == 3
+
+
+@pytest.mark.parametrize("asked", [0, 7])
+def test_speculation_beyond_the_drafter_is_refused_before_anything_is_written(asked: int, tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target")
+    drafter = write_drafter(tmp_path / "drafter", target)
+    with pytest.raises(RequestError, match="from 1 to 6"):
+        export_bundle(drafter, target, tmp_path / "bundle", num_speculative_tokens=asked)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["drafter", "target"]
 
 
 @pytest.mark.parametrize("drafter", ["empty folder", "a/b/c"])

@@ -80,6 +80,7 @@ def manifest_of(folder: Path) -> Manifest:
         target=TARGET,
         drafter=DRAFTER,
         pairing={"vocab_size": 300, "target_layer_ids": [0, 2]},
+        num_speculative_tokens=4,
         special_tokens={"bos_token": None, "eos_token": "<|im_end|>"},
         graphs={
             name: GraphEntry(file=GRAPHS[name], opset=24, inputs=signature.inputs, outputs=signature.outputs)

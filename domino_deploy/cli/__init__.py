@@ -1,0 +1,81 @@
+"""The command `domino-deploy`: one file per command, loaded when it is called.
+
+Nothing heavy is imported here, so `--help` answers at once.  This is the only place where a DominoDeployError becomes
+a message and an exit code; an unexpected exception keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+from domino_deploy import __version__
+from domino_deploy.cli.console import Verbosity
+from domino_deploy.errors import DominoDeployError
+
+# Command -> its line in `--help`, stated here so that listing the commands loads none of them.
+COMMANDS = {
+    "export": "Turn a drafter and its target into an ONNX bundle.",
+    "verify": "Compare a bundle's graphs with PyTorch.",
+    "generate": "Generate text from a prompt, streamed.",
+    "bench": "Measure acceptance length and speed-up.",
+    "inspect": "Show what a bundle, a checkpoint or an ONNX file holds.",
+    "train": "Train a Domino drafter for a target.",
+}
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class CommandFailure(click.ClickException):
+    """A DominoDeployError on its way to stderr, with the exit code it asks for."""
+
+    def __init__(self, error: DominoDeployError) -> None:
+        super().__init__(str(error))
+        self.exit_code = error.exit_code  # type: ignore[misc]  # click reads it from the instance, as its documentation says
+
+
+class LazyGroup(click.Group):
+    """Imports `domino_deploy.cli.<command>` when that command is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        return getattr(importlib.import_module(f"domino_deploy.cli.{name}"), name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DominoDeployError as error:
+            raise CommandFailure(error) from error
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted.", err=True)
+            ctx.exit(_INTERRUPTED)
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "DOMINO_DEPLOY", "show_default": True},
+)
+@click.version_option(__version__, prog_name="domino-deploy")
+@click.option("-q", "--quiet", is_flag=True, help="Results and errors only, no progress.")
+@click.option("-v", "--verbose", is_flag=True, help="A line per step, also when stderr is not a terminal.")
+@click.pass_context
+def main(ctx: click.Context, *, quiet: bool, verbose: bool) -> None:
+    """Domino speculative decoding in production: export, verify, run.
+
+    \b
+    Exit codes: 0 done; 1 a check or a run failed; 2 wrong usage; 3 something is not installed;
+    4 a checkpoint, pair or bundle that cannot be used.
+    Every option may also come from the environment: DOMINO_DEPLOY_<COMMAND>_<OPTION>.
+    """
+    if quiet and verbose:
+        raise click.UsageError("Expected at most one of --quiet and --verbose, found both. Drop one.")
+    ctx.obj = Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL

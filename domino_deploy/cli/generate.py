@@ -1,0 +1,140 @@
+"""`domino-deploy generate`: one prompt, streamed to stdout; what it cost, on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from domino_deploy.cli.console import progress
+from domino_deploy.errors import RequestError
+from domino_deploy.runtime.protocols import Step
+from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, Backend, DrafterChoice, GenerationParams, SamplingParams, Session
+
+_SAMPLING = SamplingParams()
+_GENERATION = GenerationParams()
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--prompt", help="The prompt; without it, standard input is read.")
+@click.option("--raw", is_flag=True, help="Take the prompt as it is, without the chat template.")
+@click.option("--system", help="System message for the chat template.")
+@click.option("--max-new-tokens", type=int, default=_GENERATION.max_new_tokens, help="Longest answer, tokens.")
+@click.option("--temperature", type=float, default=_SAMPLING.temperature, help="0 is greedy.")
+@click.option("--top-k", type=int, default=_SAMPLING.top_k, help="Keep this many of the likeliest tokens; 0 keeps all.")
+@click.option(
+    "--top-p", type=float, default=_SAMPLING.top_p, help="Keep the likeliest tokens that together reach this probability; 1 keeps all."
+)
+@click.option(
+    "--min-p", type=float, default=_SAMPLING.min_p, help="Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."
+)
+@click.option("--seed", type=int, default=_SAMPLING.seed, help="Makes sampling repeatable.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
+@click.option(
+    "--num-speculative-tokens",
+    type=int,
+    default=_GENERATION.num_speculative_tokens,
+    help="Tokens drafted per cycle; by default all of the drafter's.",
+)
+@click.option(
+    "--drafter",
+    type=click.Choice([choice.value for choice in DrafterChoice]),
+    default=DrafterChoice.BUNDLE.value,
+    help="Where proposals come from.",
+)
+@click.option("--no-speculation", is_flag=True, help="Plain decoding: the same as --drafter none.")
+@click.option(
+    "--backend",
+    type=click.Choice([backend.value for backend in Backend]),
+    default=Backend.ORT.value,
+    help="ort serves; eager is the PyTorch reference.",
+)
+@click.option(
+    "--max-model-len",
+    type=int,
+    help=f"Longest prompt and answer together, tokens; by default the target's, but not above {DEFAULT_MAX_MODEL_LEN}.",
+)
+@click.option("--threads", type=int, help="Threads per graph; by default one per physical core.")
+@click.pass_context
+def generate(
+    ctx: click.Context,
+    *,
+    bundle: Path,
+    prompt: str | None,
+    raw: bool,
+    system: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    stop: tuple[str, ...],
+    num_speculative_tokens: int | None,
+    drafter: str,
+    no_speculation: bool,
+    backend: str,
+    max_model_len: int | None,
+    threads: int | None,
+) -> None:
+    """Generate text from a prompt, streamed.
+
+    The text is token for token what the target alone would give; speculation only makes it faster. With --temperature,
+    a --seed makes it repeatable.
+    """
+    if raw and system is not None:
+        raise click.UsageError("Expected --system only with the chat template, found it with --raw. Drop one of the two.")
+    if no_speculation and ctx.get_parameter_source("drafter") is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError("Expected at most one of --drafter and --no-speculation, found both. Drop one.")
+    # Values are checked before the bundle is opened: a wrong flag costs no loading time.
+    params = GenerationParams(
+        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
+        max_new_tokens=max_new_tokens,
+        stop_strings=stop,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    text = _prompt_text(prompt)
+    choice = DrafterChoice.NONE if no_speculation else DrafterChoice(drafter)
+    with progress(ctx) as step:
+        step(f"Opening {bundle}")
+        session = Session.open(bundle, backend=Backend(backend), drafter=choice, max_model_len=max_model_len, threads=threads)
+    with session:
+        prompt_ids = session.prompt_ids(text, chat=not raw, system=system)
+        steps: list[Step] = []
+        started = prefilled = time.perf_counter()
+        for chunk in session.generate(prompt_ids, params):
+            click.echo(chunk.text, nl=False)
+            steps.append(chunk.step)
+            if len(steps) == 1:
+                prefilled = time.perf_counter()
+        ended = time.perf_counter()
+    click.echo()
+    click.echo(_closing_line(steps, prefill_seconds=prefilled - started, decode_seconds=ended - prefilled), err=True)
+
+
+def _prompt_text(prompt: str | None) -> str:
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise click.UsageError("Expected a prompt, found none. Give --prompt TEXT, or pipe the text in.")
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise RequestError("Expected a prompt, found only white space. Give --prompt TEXT, or pipe the text in.")
+    return prompt
+
+
+def _closing_line(steps: Sequence[Step], *, prefill_seconds: float, decode_seconds: float) -> str:
+    """What the answer took and what speculation did; rate and tau leave the prefill out, as in `bench/measure.py`."""
+    line = f"{sum(len(step.token_ids) for step in steps)} tokens; prefill {prefill_seconds * 1e3:.0f} ms"
+    cycles = steps[1:]
+    if cycles:
+        decoded = sum(len(step.token_ids) for step in cycles)
+        line += f", then {decoded / decode_seconds:.1f} tok/s"
+        proposed = sum(step.proposed for step in cycles)
+        if proposed:
+            accepted = sum(step.accepted for step in cycles)
+            line += f"; tau {decoded / len(cycles):.2f}, {accepted / proposed:.0%} of {proposed} drafted tokens accepted"
+    return line

@@ -1,0 +1,152 @@
+"""The command line's frame: help stays light, errors become exit codes, results go to stdout and the rest to stderr."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from domino_deploy import __version__, errors
+from domino_deploy.cli import COMMANDS, console, main
+
+HEAVY = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "tokenizers", "jinja2", "numpy", "safetensors", "rich")
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_help_lists_every_command_and_loads_nothing_heavy() -> None:
+    code = f"""
+import sys
+from domino_deploy.cli import main
+main(["--help"], standalone_mode=False)
+print("LOADED", [name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "LOADED []" in done.stdout
+    for command, summary in COMMANDS.items():
+        assert command in done.stdout
+        assert summary in done.stdout
+
+
+def test_help_answers_within_three_tenths_of_a_second() -> None:
+    def seconds() -> float:
+        """Processor time of one run: wall time would measure what else the machine does."""
+        process = subprocess.Popen([sys.executable, "-m", "domino_deploy.cli", "--help"], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        return usage.ru_utime + usage.ru_stime
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_commands_line_in_the_list_is_the_first_line_of_its_own_help(name: str) -> None:
+    command = getattr(importlib.import_module(f"domino_deploy.cli.{name}"), name)
+    assert (command.help or "").splitlines()[0] == COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained_and_named_as_its_variable(name: str) -> None:
+    command = getattr(importlib.import_module(f"domino_deploy.cli.{name}"), name)
+    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    assert [option.opts for option in options if not option.help] == []
+    # DOMINO_DEPLOY_<COMMAND>_<OPTION> is made from the parameter's name.
+    assert [option.opts for option in options if f"--{option.name.replace('_', '-')}" not in option.opts] == []
+
+
+def test_version_is_the_packages() -> None:
+    assert CliRunner().invoke(main, ["--version"]).output == f"domino-deploy, version {__version__}\n"
+
+
+class Failing:
+    """Takes the place of a command's work and raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, *arguments: object, **options: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.VerificationError("off"), 1),
+        (errors.CapacityError("full"), 1),
+        (errors.RequestError("odd"), 2),
+        (errors.MissingDependencyError("gone"), 3),
+        (errors.BundleError("torn"), 4),
+        (errors.CheckpointError("torn"), 4),
+        (errors.PairingError("strangers"), 4),
+    ],
+)
+def test_errors_of_the_package_become_a_message_and_their_exit_code(
+    error: errors.DominoDeployError, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("domino_deploy.cli.inspect.describe", Failing(error))
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path)])
+    assert (done.exit_code, done.stderr, done.stdout) == (code, f"Error: {error}\n", "")
+
+
+def test_ctrl_c_exits_with_the_shells_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("domino_deploy.cli.inspect.describe", Failing(KeyboardInterrupt()))
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path)])
+    assert (done.exit_code, done.stderr) == (130, "\nInterrupted.\n")
+
+
+def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("domino_deploy.cli.inspect.describe", Failing(ZeroDivisionError("a fault of ours")))
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path)])
+    assert isinstance(done.exception, ZeroDivisionError)
+
+
+def test_options_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("domino_deploy.cli.inspect.describe", lambda path: {"kind": "test"})
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path)], env={"DOMINO_DEPLOY_INSPECT_JSON": "1"})
+    assert json.loads(done.stdout) == {"kind": "test"}
+
+
+def test_a_bad_value_in_the_environment_is_an_error(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "x"], env={"DOMINO_DEPLOY_GENERATE_TOP_K": "many"})
+    assert done.exit_code == 2
+    assert "many" in done.stderr
+
+
+class TestConsole:
+    def test_progress_is_silent_away_from_a_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with console.progress(context(console.Verbosity.NORMAL)) as step:
+            step("Loading")
+        assert capsys.readouterr() == ("", "")
+
+    def test_verbose_progress_is_a_line_per_step_on_stderr(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with console.progress(context(console.Verbosity.VERBOSE)) as step:
+            step("Loading")
+            step("Running")
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert [line.split("] ")[1] for line in err.splitlines()] == ["Loading", "Running"]
+
+    def test_tables_are_tab_separated_away_from_a_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        console.echo_table(("name", "size"), [("a", "1"), ("[b]", "2")])
+        assert capsys.readouterr().out == "name\tsize\na\t1\n[b]\t2\n"
+
+    @pytest.mark.parametrize(
+        ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 KB"), (538_000_000, "538.0 MB"), (2_340_000_000, "2.34 GB")]
+    )
+    def test_sizes_read_in_steps_of_a_thousand(self, count: int, text: str) -> None:
+        assert console.as_bytes(count) == text
+
+
+def context(verbosity: console.Verbosity) -> click.Context:
+    return click.Context(main, obj=verbosity)

@@ -1,0 +1,128 @@
+"""`export`, `verify` and `generate` from the command line, on a tiny pair."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from domino_deploy.bundle import Bundle, open_bundle
+from domino_deploy.cli import main
+from domino_deploy.runtime.decode import GenerationParams
+from domino_deploy.runtime.session import Session
+from tests.support.checkpoints import write_drafter, write_target
+
+PROMPT = "Count to ten: one, two,"
+SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--seed", "7")
+
+
+def run(*arguments: str | Path, stdin: str | None = None) -> Result:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+def generate(bundle: Path, *flags: str) -> Result:
+    done = run("generate", bundle, "--prompt", PROMPT, "--max-new-tokens", "24", *flags)
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+def test_generate_prints_the_sessions_text(tiny_bundle: Path) -> None:
+    with Session.open(tiny_bundle) as session:
+        chunks = session.generate(session.prompt_ids(PROMPT), GenerationParams(max_new_tokens=24))
+        expected = "".join(chunk.text for chunk in chunks)
+    assert expected
+    assert generate(tiny_bundle).stdout == expected + "\n"
+
+
+@pytest.mark.parametrize("flags", [(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "other", [("--no-speculation",), ("--drafter", "prompt-lookup"), ("--num-speculative-tokens", "2"), ("--backend", "eager")]
+)
+def test_generate_gives_the_same_text_however_it_is_sped_up(tiny_bundle: Path, flags: tuple[str, ...], other: tuple[str, ...]) -> None:
+    assert generate(tiny_bundle, *flags, *other).stdout == generate(tiny_bundle, *flags).stdout
+
+
+def test_generate_reads_standard_input(tiny_bundle: Path) -> None:
+    piped = run("generate", tiny_bundle, "--max-new-tokens", "24", stdin=PROMPT)
+    assert piped.stdout == generate(tiny_bundle).stdout
+
+
+def test_generate_closes_with_what_speculation_did(tiny_bundle: Path) -> None:
+    line = generate(tiny_bundle, "--raw").stderr
+    found = re.fullmatch(r"(\d+) tokens; prefill \d+ ms, then [\d.]+ tok/s; tau ([\d.]+), (\d+)% of (\d+) drafted tokens accepted\n", line)
+    assert found, line
+    with Session.open(tiny_bundle) as session:
+        prefill, *cycles = session.steps(session.prompt_ids(PROMPT, chat=False), GenerationParams(max_new_tokens=24))
+    assert int(found[1]) == len(prefill.token_ids) + sum(len(step.token_ids) for step in cycles)
+    assert float(found[2]) == pytest.approx(np.mean([len(step.token_ids) for step in cycles]), abs=0.005)
+    assert int(found[4]) == sum(step.proposed for step in cycles)
+    assert "tau" not in generate(tiny_bundle, "--no-speculation").stderr
+
+
+def test_generate_stops_before_a_stop_string(tiny_bundle: Path) -> None:
+    text = generate(tiny_bundle).stdout.rstrip("\n")
+    stop = text[len(text) // 2 :][:2]
+    assert generate(tiny_bundle, "--stop", stop).stdout == text[: text.index(stop)] + "\n"
+
+
+def test_verify_passes_line_by_line(tiny_bundle: Path) -> None:
+    done = run("verify", tiny_bundle)
+    assert done.exit_code == 0, done.stderr
+    header, *lines, verdict = done.stdout.splitlines()
+    assert header.startswith("graph\toutput\tcase")
+    assert {line.split("\t")[-1] for line in lines} == {"ok"}
+    assert {line.split("\t")[0] for line in lines} == {"target", "backbone", "head", "generation"}
+    assert verdict == f"passed: {len(lines)} of {len(lines)} outputs within bounds"
+
+
+def test_verify_fails_on_weights_that_are_not_those_of_the_checkpoint(tiny_bundle: Path, tmp_path: Path) -> None:
+    from domino_deploy.checkpoint import open_drafter
+
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    entry = open_drafter(bundle / "drafter").tensors["fc.weight"]
+    with entry.file.open("r+b") as file:
+        file.seek(entry.offset)
+        file.write(np.zeros(entry.nbytes // 4, dtype=np.float32).tobytes())
+    done = run("verify", bundle)
+    # The hash tells before any number does.
+    assert done.exit_code == 4
+    assert "drafter/model.safetensors" in done.stderr
+
+
+def test_verify_reports_as_json(tiny_bundle: Path) -> None:
+    report = json.loads(run("verify", tiny_bundle, "--json").stdout)
+    assert report["passed"] is True
+    assert all(line["max_abs_error"] <= line["bound"] for line in report["lines"])
+
+
+def test_export_passes_every_flag_on_and_says_where_the_bundle_is(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, calls = open_bundle(tiny_bundle), []
+
+    def recorded(*arguments: object, progress: object, **options: object) -> Bundle:
+        calls.append((arguments, options))
+        return bundle
+
+    monkeypatch.setattr("domino_deploy.exporters.export.export_bundle", recorded)
+    done = run("export", "--draft", "d", "--target", "t", "-o", "out", "--revision", "a1", "--target-revision", "b2", "--force")
+    options = {"drafter_revision": "a1", "target_revision": "b2", "verify": True, "overwrite": True}
+    assert calls == [(("d", "t", Path("out")), options)]
+    assert re.fullmatch(rf"{re.escape(str(tiny_bundle))}: [\d.]+ KB, verified against PyTorch\n", done.stdout), done.stdout
+
+
+def test_export_without_verification_says_so_everywhere(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", family="qwen3")
+    drafter = write_drafter(tmp_path / "drafter", target, kind="dflash")
+    done = run("export", "--ckpt", drafter, "--target", target, "-o", tmp_path / "out" / "bundle", "--skip-verification")
+    assert done.exit_code == 0, done.stderr
+    assert "not verified (--skip-verification)" in done.stdout
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["bundle"]
+    assert open_bundle(tmp_path / "out" / "bundle", check_hashes=True).manifest.verification is None
+    assert "verification: none (exported with --skip-verification)" in run("inspect", tmp_path / "out" / "bundle").stdout
