@@ -111,8 +111,9 @@ def test_export_passes_every_flag_on_and_says_where_the_bundle_is(tiny_bundle: P
         return bundle
 
     monkeypatch.setattr("domino_deploy.exporters.export.export_bundle", recorded)
-    done = run("export", "--draft", "d", "--target", "t", "-o", "out", "--revision", "a1", "--target-revision", "b2", "--force")
-    options = {"drafter_revision": "a1", "target_revision": "b2", "verify": True, "overwrite": True}
+    flags = ("--revision", "a1", "--target-revision", "b2", "--num-speculative-tokens", "5", "--force")
+    done = run("export", "--draft", "d", "--target", "t", "-o", "out", *flags)
+    options = {"drafter_revision": "a1", "target_revision": "b2", "num_speculative_tokens": 5, "verify": True, "overwrite": True}
     assert calls == [(("d", "t", Path("out")), options)]
     assert re.fullmatch(rf"{re.escape(str(tiny_bundle))}: [\d.]+ KB, verified against PyTorch\n", done.stdout), done.stdout
 

@@ -1,0 +1,180 @@
+"""Wrong flags and inputs: a message that says what was expected, found and what to do, an exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from domino_deploy.cli import main
+from tests.support.checkpoints import write_drafter, write_target
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Drafter and target that belong together."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = write_target(folder / "target")
+    return write_drafter(folder / "drafter", target), target
+
+
+def run(*arguments: str | Path, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+
+
+def check(done: Result, code: int, *fragments: str) -> None:
+    """One message on stderr, no traceback, nothing on stdout."""
+    assert done.exit_code == code, (done.exception, done.stderr)
+    assert "Error: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [fragment for fragment in fragments if fragment not in done.stderr] == [], done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["exprot"], ["No such command", "exprot"]),
+        (["generate", "b", "--temprature", "1"], ["No such option", "--temprature"]),
+        (["export", "--ckpt", "d", "-o", "o"], ["Missing option", "--target"]),
+        (["export", "--ckpt", "d", "--target", "t"], ["Missing option", "--output"]),
+        (["export", "--ckpt", "d", "--target", "t", "-o", "o", "--num-speculative-tokens", "0"], ["--num-speculative-tokens", "0"]),
+        (["verify"], ["Missing argument", "BUNDLE"]),
+        (["verify", "a", "b"], ["unexpected extra argument", "b"]),
+        (["--quiet", "--verbose", "inspect", "b"], ["--quiet", "--verbose"]),
+        (["generate", "b", "--prompt", "x", "--max-new-tokens", "many"], ["--max-new-tokens", "many"]),
+        (["generate", "b", "--prompt", "x", "--max-new-tokens", "0"], ["max_new_tokens", "at least 1", "found 0"]),
+        (["generate", "b", "--prompt", "x", "--temperature", "-1"], ["temperature", "found -1"]),
+        (["generate", "b", "--prompt", "x", "--temperature", "nan"], ["temperature", "nan"]),
+        (["generate", "b", "--prompt", "x", "--top-k", "-2"], ["top_k", "found -2"]),
+        (["generate", "b", "--prompt", "x", "--top-p", "0"], ["top_p", "found 0"]),
+        (["generate", "b", "--prompt", "x", "--top-p", "1.5"], ["top_p", "found 1.5"]),
+        (["generate", "b", "--prompt", "x", "--min-p", "2"], ["min_p", "found 2"]),
+        (["generate", "b", "--prompt", "x", "--seed", "-1"], ["seed", "found -1"]),
+        (["generate", "b", "--prompt", "x", "--top-p", "9", "--min-p", "9"], ["top_p", "min_p"]),
+        (["generate", "b", "--prompt", "x", "--stop", ""], ["stop_strings"]),
+        (["generate", "b", "--prompt", "x", "--num-speculative-tokens", "-1"], ["num_speculative_tokens", "found -1"]),
+        (["generate", "b", "--prompt", "x", "--backend", "tensorrt"], ["--backend", "tensorrt", "ort", "eager"]),
+        (["generate", "b", "--prompt", "x", "--drafter", "eagle"], ["--drafter", "eagle", "prompt-lookup"]),
+        (["generate", "b", "--prompt", "x", "--drafter", "none", "--no-speculation"], ["--drafter", "--no-speculation"]),
+        (["generate", "b", "--prompt", "x", "--raw", "--system", "Be brief."], ["--raw", "--system"]),
+        (["generate", "b", "--prompt", "  "], ["prompt", "white space"]),
+    ],
+    ids=lambda value: " ".join(value)[:70] if value and isinstance(value, list) else None,
+)
+def test_wrong_usage_is_refused_before_anything_is_opened(arguments: list[str], fragments: list[str]) -> None:
+    check(run(*arguments), 2, *fragments)
+
+
+def test_an_empty_standard_input_is_refused() -> None:
+    check(run("generate", "b", stdin="\n"), 2, "prompt")
+
+
+class TestGenerate:
+    @pytest.mark.parametrize(
+        ("flags", "code", "fragments"),
+        [
+            (["--num-speculative-tokens", "99"], 2, ["num_speculative_tokens", "99"]),
+            (["--max-model-len", "0"], 2, ["max_model_len", "0"]),
+            (["--max-model-len", "1000000"], 2, ["max_model_len", "1000000"]),
+            (["--threads", "0"], 2, ["threads", "0"]),
+            (["--max-model-len", "4"], 1, ["4", "max_model_len"]),
+        ],
+        ids=lambda value: " ".join(value) if value and isinstance(value, list) else None,
+    )
+    def test_values_that_this_bundle_cannot_serve(self, flags: list[str], code: int, fragments: list[str], tiny_bundle: Path) -> None:
+        check(run("generate", tiny_bundle, "--prompt", "Count to ten, then to twenty", *flags), code, *fragments)
+
+
+class TestBundle:
+    def test_a_folder_that_is_none(self, tmp_path: Path) -> None:
+        for command in (["verify"], ["inspect"], ["generate", "--prompt", "x"]):
+            check(run(*command, tmp_path / "nowhere"), 4, "nowhere")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_file_that_is_none(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("hello")
+        check(run("inspect", tmp_path / "notes.txt"), 4, "notes.txt", "expected")
+
+    @pytest.mark.parametrize("name", ["target.onnx", "tokenizer.json", "drafter/model.safetensors"])
+    def test_a_missing_file_is_named(self, name: str, tiny_bundle: Path, tmp_path: Path) -> None:
+        bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+        (bundle / name).unlink()
+        check(run("generate", bundle, "--prompt", "x"), 4, name)
+
+    @pytest.mark.parametrize(
+        ("change", "fragments"),
+        [
+            (lambda manifest: manifest | {"format_version": 99}, ["99", "format"]),
+            (lambda manifest: {name: value for name, value in manifest.items() if name != "graphs"}, ["graphs"]),
+            (lambda manifest: manifest | {"surprise": 1}, ["surprise"]),
+            (lambda manifest: manifest | {"files": manifest["files"] | {"../secret": {"bytes": 1, "sha256": "0" * 64}}}, ["../secret"]),
+        ],
+        ids=["version", "missing key", "unknown key", "path outside"],
+    )
+    def test_a_manifest_that_is_not_ours(
+        self, change: Callable[[dict[str, Any]], dict[str, Any]], fragments: list[str], tiny_bundle: Path, tmp_path: Path
+    ) -> None:
+        bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+        manifest = json.loads((bundle / "manifest.json").read_text())
+        (bundle / "manifest.json").write_text(json.dumps(change(manifest)))
+        check(run("inspect", bundle), 4, *fragments)
+
+
+class TestExport:
+    def refuse(self, drafter: Path, target: Path, folder: Path, code: int, *fragments: str, flags: tuple[str, ...] = ()) -> None:
+        folder.mkdir(exist_ok=True)
+        before = sorted(folder.rglob("*"))
+        check(run("export", "--ckpt", drafter, "--target", target, "-o", folder / "bundle", *flags), code, *fragments)
+        assert sorted(folder.rglob("*")) == before, "something was left behind"
+
+    def test_a_drafter_that_is_not_there(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        self.refuse(tmp_path / "nowhere", pair[1], tmp_path / "out", 4, "nowhere")
+
+    def test_an_output_that_exists(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        (tmp_path / "out" / "bundle").mkdir(parents=True)
+        (tmp_path / "out" / "bundle" / "mine.txt").write_text("keep")
+        self.refuse(*pair, tmp_path / "out", 4, "bundle", "--force")
+
+    def test_a_pair_of_strangers_lists_every_difference(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        other = write_target(tmp_path / "other", vocab_size=310, num_hidden_layers=5)
+        self.refuse(pair[0], other, tmp_path / "out", 4, "310", "300", "5", "4")
+
+    def test_more_speculation_than_the_drafter_proposes(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        flags = ("--num-speculative-tokens", "7")
+        self.refuse(*pair, tmp_path / "out", 2, "num_speculative_tokens", "6", "7", flags=flags)
+
+    def test_target_and_drafter_swapped(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        self.refuse(pair[1], pair[0], tmp_path / "out", 4)
+
+    def test_pickled_weights(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        drafter = shutil.copytree(pair[0], tmp_path / "drafter")
+        (drafter / "model.safetensors").rename(drafter / "pytorch_model.bin")
+        self.refuse(drafter, pair[1], tmp_path / "out", 4, "safetensors", "pytorch_model.bin")
+
+    def test_torn_weights(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        drafter = shutil.copytree(pair[0], tmp_path / "drafter")
+        content = (drafter / "model.safetensors").read_bytes()
+        (drafter / "model.safetensors").write_bytes(content[: len(content) // 2])
+        self.refuse(drafter, pair[1], tmp_path / "out", 4, "model.safetensors")
+
+    @pytest.mark.parametrize(
+        ("changes", "fragments"),
+        [
+            ({"projector_type": "causal_v3"}, ["projector_type", "causal_v3"]),
+            ({"pure_draft_prefix_len": 6}, ["pure_draft_prefix_len", "6"]),
+            ({"target_layer_ids": [1, 99]}, ["target_layer_ids", "99"]),
+            ({"block_size": 1}, ["block_size", "1"]),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+    )
+    def test_a_config_that_cannot_be_honoured(
+        self, changes: dict[str, Any], fragments: list[str], pair: tuple[Path, Path], tmp_path: Path
+    ) -> None:
+        drafter = write_drafter(tmp_path / "drafter", pair[1], **changes)
+        self.refuse(drafter, pair[1], tmp_path / "out", 4, *fragments)
