@@ -15,13 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
+from domino_deploy import checkpoint, checkpoint_text
+from domino_deploy.aside import written_aside
 from domino_deploy.config import DrafterConfig, TargetConfig
 from domino_deploy.config_json import from_json, to_json
 from domino_deploy.errors import BundleError, listed
@@ -32,8 +32,8 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 TARGET_GRAPH, BACKBONE_GRAPH, HEAD_GRAPH = "target.onnx", "backbone.onnx", "head.onnx"
 TARGET_FOLDER, DRAFTER_FOLDER = "target", "drafter"
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-TOKENIZER, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
+CONFIG, WEIGHTS = checkpoint.CONFIG, checkpoint.WEIGHTS
+TOKENIZER, CHAT_TEMPLATE = checkpoint_text.TOKENIZER, checkpoint_text.CHAT_TEMPLATE
 
 REQUIRED_FILES = (
     TARGET_GRAPH,
@@ -69,6 +69,8 @@ class GraphEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
+    """Size and hash of one file."""
+
     bytes: int
     sha256: str
 
@@ -157,24 +159,17 @@ def create_bundle(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
     """
     path = Path(path).absolute()
     _refuse_existing(path, overwrite)
-    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = _hidden_sibling(path)
-    except OSError as error:
-        _remove_empty(made)
-        raise BundleError(f"{path}: expected a folder that can be written to, found: {error}. Choose another output folder.") from error
-    try:
+    with ExitStack() as stack:
+        try:
+            aside = stack.enter_context(written_aside(path))
+        except OSError as error:
+            raise BundleError(f"{path}: expected a folder that can be written to, found: {error}. Choose another output folder.") from error
         yield aside
         _refuse_existing(path, overwrite)  # once more: exporting takes its time
-        _swap(aside, path)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        _remove_empty(made)
-        raise
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json into the folder of a bundle."""
     (folder / MANIFEST).write_text(json.dumps(manifest.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -243,42 +238,6 @@ def _is_bundle(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "format_version" in content
-
-
-def _swap(aside: Path, path: Path) -> None:
-    """Put `aside` in the place of `path`; a bundle that was there is removed last, and comes back if the move fails."""
-    if not path.exists():
-        aside.rename(path)
-        return
-    old = _hidden_sibling(path)
-    path.rename(old / path.name)
-    try:
-        aside.rename(path)
-    except BaseException:
-        (old / path.name).rename(path)
-        old.rmdir()
-        raise
-    try:
-        shutil.rmtree(old)
-    except BaseException:  # interrupted half way: the new bundle is in place, so finish
-        shutil.rmtree(old, ignore_errors=True)
-        raise
-
-
-def _hidden_sibling(path: Path) -> Path:
-    # Not tempfile's: its folders are private to the user, and this one becomes the bundle.
-    folder = path.parent / f".{path.name}-{secrets.token_hex(4)}"
-    folder.mkdir()
-    return folder
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """Undo `mkdir(parents=True)`, innermost folder first."""
-    for folder in folders:
-        try:
-            folder.rmdir()
-        except OSError:
-            return
 
 
 def _sha256(file: Path) -> str:

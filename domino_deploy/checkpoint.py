@@ -17,7 +17,7 @@ from domino_deploy.checkpoint_config import target_config
 from domino_deploy.checkpoint_drafter import drafter_config
 from domino_deploy.checkpoint_source import file_in, resolve
 from domino_deploy.config import DrafterConfig, TargetConfig
-from domino_deploy.errors import CheckpointError, listed
+from domino_deploy.errors import CheckpointError, listed, shortened
 from domino_deploy.safetensors_header import TensorEntry, read_header
 from domino_deploy.strict_json import JsonObject, read_object
 
@@ -134,7 +134,7 @@ def _sharded(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorEnt
             elif weight_map[name] != file:
                 problems.append(f"{name} is in {file}, but the index has it in {weight_map[name]}")
     if problems:
-        shown = problems[:100] + ([f"and {len(problems) - 100} more"] if len(problems) > 100 else [])
+        shown = shortened(problems, most=100)
         raise CheckpointError(listed(f"{folder / INDEX}: index and shards disagree", shown, "Fetch the checkpoint again."))
     return {name: shards[file][name] for name, file in weight_map.items()}
 

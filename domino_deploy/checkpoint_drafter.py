@@ -83,11 +83,11 @@ def drafter_config(raw: JsonObject, where: str) -> DrafterConfig:
     return build(DrafterConfig, values, problems, where)
 
 
-def default_target_layer_ids(draft_layers: int, target_layers: int) -> tuple[int, ...]:
-    """The tapped layers of a config that names none: spread evenly from layer 1 to the third from the top (DFlash)."""
-    if draft_layers == 1:
+def default_target_layer_ids(count: int, target_layers: int) -> tuple[int, ...]:
+    """Tapped layers spread evenly from layer 1 to the third from the top (DFlash); a config that names none means one per draft layer."""
+    if count == 1:
         return (target_layers // 2,)
-    return tuple(round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers))
+    return tuple(round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count))
 
 
 def _drafter_fields(raw: JsonObject, problems: list[str]) -> Fields:

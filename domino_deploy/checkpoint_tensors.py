@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from domino_deploy.checkpoint_drafter import NEVER_AS_DFLASH
 from domino_deploy.config import DecoderConfig, DrafterConfig, DrafterKind, Family, TargetConfig
+from domino_deploy.errors import shortened
 from domino_deploy.safetensors_header import TensorEntry
 
 Shapes = dict[str, tuple[int, ...]]
@@ -19,7 +20,6 @@ _HEAD_PARTS = ("prefix_gru.", "embed_proj.")
 _HEAD_NEST = "logit_head."  # early SpecForge checkpoints; domino.py there renames it likewise
 # Derived from rope_theta; early Llama checkpoints store it.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_SHOWN = 200
 
 _REASONS = {
     "d2t": "a reduced draft vocabulary is not supported",
@@ -90,9 +90,7 @@ def tensor_problems(entries: Mapping[str, TensorEntry], expected: Shapes, config
             problems.append(f"misshapen: {name}, expected {list(expected[name])}, found {list(entry.shape)}")
         if entry.dtype not in _DTYPES:
             problems.append(f"mistyped: {name}, expected {', '.join(_DTYPES)}, found {entry.dtype}")
-    if len(problems) > _SHOWN:
-        problems[_SHOWN:] = [f"and {len(problems) - _SHOWN} more"]
-    return problems
+    return shortened(problems, most=200)
 
 
 def _reason(name: str, config: DecoderConfig) -> str:

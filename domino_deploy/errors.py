@@ -75,3 +75,9 @@ class MissingDependencyError(DominoDeployError):
 def listed(intro: str, problems: Sequence[str], advice: str) -> str:
     """One message for all `problems`: intro, one line per problem, what to do."""
     return "\n".join([intro, *(f"  - {problem}" for problem in problems), advice])
+
+
+def shortened(problems: Sequence[str], most: int) -> list[str]:
+    """The first `most` problems, and how many more there are."""
+    rest = len(problems) - most
+    return [*problems[:most], f"and {rest} more"] if rest > 0 else list(problems)

@@ -9,13 +9,15 @@ import hashlib
 import json
 import re
 import shutil
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from domino_deploy.aside import written_aside
+from domino_deploy.checkpoint import CONFIG, WEIGHTS
+from domino_deploy.checkpoint_tensors import LM_HEAD
 from domino_deploy.errors import CheckpointError, listed
 
 if TYPE_CHECKING:
@@ -62,22 +64,14 @@ def checkpoint_from_gguf(gguf_file: Path, folder: Path, *, sha256: str | None = 
     reader = GGUFReader(gguf_file)
     config = _config(reader)
     names = _names([tensor.name for tensor in reader.tensors])
-    config["tie_word_embeddings"] = "lm_head.weight" not in names.values()
+    config["tie_word_embeddings"] = LM_HEAD not in names.values()
     tensors = {names[tensor.name]: _weight(tensor, config) for tensor in reader.tensors}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile.mkdtemp, which would leave a folder that only its owner may read.
-    aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
-    aside.mkdir()
-    try:
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt", "source": gguf_file.name})
+    with written_aside(folder) as aside:
+        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt", "source": gguf_file.name})
         # safetensors writes with mode 0600; the other files follow the umask.
-        shutil.copymode(aside / "config.json", aside / "model.safetensors")
+        shutil.copymode(aside / CONFIG, aside / WEIGHTS)
         AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name).save_pretrained(aside)
-        aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     return folder
 
 
@@ -113,6 +107,7 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         "num_key_value_heads": int(_field(reader, "llama.attention.head_count_kv")),
         "head_dim": width // heads,
         "max_position_embeddings": int(_field(reader, "llama.context_length")),
+        # Stored in fp32: rounding gives 1e-05 back for 9.99999974e-06.
         "rms_norm_eps": round(float(_field(reader, "llama.attention.layer_norm_rms_epsilon")), 12),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(_field(reader, "llama.rope.freq_base"))},
         "hidden_act": "silu",

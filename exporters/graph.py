@@ -83,7 +83,7 @@ def export_graph(build: Callable[[], nn.Module], signature: GraphSignature, deri
 
 
 def constant(make: Callable[[], Tensor]) -> Tensor:
-    """A real tensor in the midst of fake ones."""
+    """A real tensor in the midst of fake ones (torch has no public way)."""
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         return make()
 

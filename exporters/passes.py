@@ -93,8 +93,10 @@ def add_correction_function(model: ir.Model) -> None:
 
 
 def check_signature(model: ir.Model, signature: GraphSignature) -> None:
-    """Raises:
-    ExportError: the graph's inputs and outputs are not the signature's, in names, types, shapes and order.
+    """Check a graph's inputs and outputs; changes nothing.
+
+    Raises:
+        ExportError: they are not the signature's, in names, types, shapes and order.
     """
     expected = [(spec.name, spec.dtype, list(spec.shape)) for spec in (*signature.inputs, *signature.outputs)]
     found = [_described(value) for value in (*model.graph.inputs, *model.graph.outputs)]

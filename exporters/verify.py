@@ -24,11 +24,21 @@ from domino_deploy.model.drafter import DrafterModel
 from domino_deploy.model.loading import load_drafter, load_target
 from domino_deploy.model.target import TargetModel
 from domino_deploy.runtime.backends.eager import EagerDrafter, EagerTarget
+from domino_deploy.runtime.backends.ort_graph import open_graph, run_graph
 from domino_deploy.runtime.decode import GenerationParams, generate
 from domino_deploy.runtime.protocols import Step
 from domino_deploy.runtime.session import Session
 from domino_deploy.runtime.text import Tokenizer
-from domino_deploy.signature import BASE_LOGITS, DRAFT_IDS, FEATURES, HIDDEN, LOGITS
+from domino_deploy.signature import (
+    BASE_LOGITS,
+    DRAFT_IDS,
+    FEATURES,
+    HIDDEN,
+    LOGITS,
+    backbone_signature,
+    head_signature,
+    target_signature,
+)
 
 # Largest error allowed, as a part of the largest magnitude of PyTorch's output in the same case.  Both compute in fp32, so
 # what remains is the order of summation: 3e-6 at most, measured with SmolLM2-135M (30 layers) and the tests' tiny models.
@@ -132,19 +142,18 @@ def compare(
     drafter = load_drafter(drafter_source)
     tokenizer = Tokenizer(folder / TOKENIZER)
     tokens = TokenRows(_token_ids(tokenizer, target.config.vocab_size))
+    config = drafter_source.config
     cases = {
-        "target": lambda: target_cases(target, tokens),
-        "backbone": lambda: backbone_cases(drafter, target, tokens),
-        "head": lambda: head_cases(drafter, target, tokens),
+        "target": (target_signature(target_source.config, config.feature_size), lambda: target_cases(target, tokens)),
+        "backbone": (backbone_signature(config), lambda: backbone_cases(drafter, target, tokens)),
+        "head": (head_signature(config), lambda: head_cases(drafter, target, tokens)),
     }
     lines: list[VerificationLine] = []
-    for graph, made in cases.items():
+    for graph, (signature, made) in cases.items():
         progress(f"Comparing the {graph} graph")
-        session = _session(folder / GRAPHS[graph])
-        names = [output.name for output in session.get_outputs()]
+        session = open_graph(folder / GRAPHS[graph], signature, _options())
         for case in made():
-            found = dict(zip(names, session.run(names, case.inputs), strict=True))
-            lines += _lines(case, found)
+            lines += _lines(case, run_graph(session, folder / GRAPHS[graph], case.inputs))
     if not all(line.passed for line in lines):  # generation would only show the same once more
         return VerificationReport(lines=tuple(lines), generated=())
     progress("Comparing speculative generation")
@@ -152,10 +161,10 @@ def compare(
     return VerificationReport(lines=(*lines, *(line for line, _ in generated)), generated=tuple(facts for _, facts in generated))
 
 
-def _session(file: Path) -> onnxruntime.InferenceSession:
+def _options() -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors: it warns of each cache that is not updated in place, which is as wanted here
-    return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    return options
 
 
 def _lines(case: Case, found: dict[str, Array]) -> Iterator[VerificationLine]:

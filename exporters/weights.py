@@ -76,8 +76,14 @@ def bind_weights(model: ir.Model, checkpoints: Mapping[str, Checkpoint[Any]]) ->
 
 
 def check_all_used(checkpoints: Mapping[str, Checkpoint[Any]], used: Sequence[set[str]]) -> None:
-    """Raises:
-    ExportError: a tensor of a checkpoint appears in none of the graphs.
+    """Check that the graphs together use every tensor.
+
+    Args:
+        checkpoints: as for `bind_weights`.
+        used: what it returned for each graph.
+
+    Raises:
+        ExportError: a tensor of a checkpoint appears in none of the graphs.
     """
     unused = {f"{owner}.{name}" for owner, checkpoint in checkpoints.items() for name in checkpoint.tensors} - set().union(*used)
     if unused:

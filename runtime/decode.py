@@ -14,7 +14,7 @@ import numpy as np
 from domino_deploy.errors import CapacityError, RequestError, listed
 from domino_deploy.runtime.acceptance import accept
 from domino_deploy.runtime.protocols import Drafter, FloatArray, Proposal, Step, Target, TargetRows, TermsMs
-from domino_deploy.runtime.sampling import Sampler, SamplingParams
+from domino_deploy.runtime.sampling import Sampler, SamplingParams, is_integer
 
 # A prompt runs through the target in pieces of this many rows: enough for full matrix products, while attention scores
 # (heads x rows x capacity x 4 bytes: 128 MiB for 32 heads and 4096 slots) stay bounded for prompts of any length.
@@ -47,14 +47,17 @@ class GenerationParams:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
-        if isinstance(self.stop_strings, str) or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
+        if not isinstance(self.sampling, SamplingParams):
+            problems.append(f"sampling must be SamplingParams, found {self.sampling!r}")
+        if not is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
+            problems.append(f"max_new_tokens must be an integer, at least 1, found {self.max_new_tokens!r}")
+        if not isinstance(self.stop_strings, tuple) or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
             problems.append(f"stop_strings must be a tuple of strings that are not empty, found {self.stop_strings!r}")
-        if any(token < 0 for token in self.stop_token_ids):
-            problems.append(f"stop_token_ids must be token ids, found {self.stop_token_ids!r}")
-        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 0:
-            problems.append(f"num_speculative_tokens must be 0 (plain decoding) or above, found {self.num_speculative_tokens}")
+        if not isinstance(self.stop_token_ids, tuple) or not all(is_integer(token) and token >= 0 for token in self.stop_token_ids):
+            problems.append(f"stop_token_ids must be a tuple of token ids, found {self.stop_token_ids!r}")
+        count = self.num_speculative_tokens
+        if count is not None and (not is_integer(count) or count < 0):
+            problems.append(f"num_speculative_tokens must be an integer, 0 (plain decoding) or above, found {count!r}")
         if problems:
             raise RequestError(
                 listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again.")
@@ -159,7 +162,10 @@ def _check(
     problems = []
     if len(prompt_ids) == 0:
         problems.append("the prompt must have at least one token, found none")
-    foreign = sorted({token for token in prompt_ids if not 0 <= token < target.vocab_size})
+    no_ids = [token for token in prompt_ids if not isinstance(token, int | np.integer)]
+    foreign = [] if no_ids else sorted({int(token) for token in prompt_ids if not 0 <= token < target.vocab_size})
+    if no_ids:
+        problems.append(f"the prompt must be token ids, as Session.prompt_ids makes them, found {no_ids[0]!r:.40}")
     if foreign:
         problems.append(f"prompt tokens must lie in [0, {target.vocab_size}), found {_some(foreign)}")
     foreign = sorted({token for token in params.stop_token_ids if token >= target.vocab_size})

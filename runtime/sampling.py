@@ -43,13 +43,13 @@ class SamplingParams:
         problems = []
         if not _is_number(self.temperature) or not (math.isfinite(self.temperature) and self.temperature >= 0):
             problems.append(f"temperature must be a finite number, 0 or above, found {self.temperature!r}")
-        if not _is_integer(self.top_k) or self.top_k < 0:
+        if not is_integer(self.top_k) or self.top_k < 0:
             problems.append(f"top_k must be an integer, 0 (all tokens) or above, found {self.top_k!r}")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             problems.append(f"top_p must be a number above 0 and at most 1, found {self.top_p!r}")
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
             problems.append(f"min_p must be a number from 0 to 1, found {self.min_p!r}")
-        if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED):
+        if self.seed is not None and (not is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED):
             problems.append(f"seed must be an integer from 0 to {MAX_SEED}, found {self.seed!r}")
         if problems:
             raise RequestError(
@@ -138,5 +138,5 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

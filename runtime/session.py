@@ -8,6 +8,7 @@ with Session.open("bundle") as session:
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -17,7 +18,7 @@ from typing import Self
 
 from domino_deploy.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, open_bundle
 from domino_deploy.config import TargetConfig
-from domino_deploy.errors import MissingDependencyError, RequestError, listed
+from domino_deploy.errors import BundleError, MissingDependencyError, RequestError, listed
 from domino_deploy.runtime.decode import STOP, GenerationParams, generate
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import Drafter, Step, Target
@@ -170,13 +171,17 @@ class Session:
 
     def _guarded(self, steps: Iterator[Step], request: int) -> Iterator[Step]:
         """The steps of one request, as long as it is the latest: all requests share the target's cache."""
-        for step in steps:
-            yield step
-            if step.finish_reason is None and (request != self._requests or not self._is_open):
+        finished = False
+        while not finished:
+            # Before every step, the prefill's too: an overtaken request must not touch the cache of the one that overtook it.
+            if request != self._requests or not self._is_open:
                 raise RequestError(
                     "Expected one request at a time, found another one started (or the session closed) before this one's end. "
                     "Finish or close a generation first, or open a second session."
                 )
+            step = next(steps)
+            finished = step.finish_reason is not None
+            yield step
 
     def _chunks(self, steps: Iterator[Step], stream: TextStream) -> Iterator[Chunk]:
         for step in steps:
@@ -202,8 +207,10 @@ def _capacity(target: TargetConfig, max_model_len: int | None, threads: int | No
     problems = []
     if max_model_len is not None and not 1 <= max_model_len <= most:
         problems.append(f"max_model_len must lie in [1, {most}], the positions of this target, found {max_model_len}")
-    if threads is not None and threads < 1:
-        problems.append(f"threads must be at least 1, found {threads}")
+    processors = os.cpu_count() or 1
+    # More than processors only wait for each other, and thousands hang the machine.
+    if threads is not None and not 1 <= threads <= processors:
+        problems.append(f"threads must lie in [1, {processors}], the processors of this machine, found {threads}")
     if problems:
         raise RequestError(listed(f"Session: {len(problems)} value(s) out of range", problems, "Correct them and open the session again."))
     return min(most, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
@@ -211,7 +218,10 @@ def _capacity(target: TargetConfig, max_model_len: int | None, threads: int | No
 
 def _tokenizer(bundle: Bundle) -> Tokenizer:
     template = bundle.path / CHAT_TEMPLATE
-    source = template.read_text(encoding="utf-8") if template.is_file() else None
+    try:
+        source = template.read_text(encoding="utf-8") if template.is_file() else None
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{template}: expected text in UTF-8, found: {error}. Export the bundle again.") from error
     return Tokenizer(bundle.path / TOKENIZER, chat_template=source, special_tokens=bundle.manifest.special_tokens)
 
 

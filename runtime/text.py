@@ -42,7 +42,18 @@ class Tokenizer:
         self._special_tokens = {name: token for name, token in (special_tokens or {}).items() if token is not None}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with special tokens, those that the tokenizer itself puts around a text (bos, mostly)."""
+        """Token ids; with special tokens, those that the tokenizer itself puts around a text (bos, mostly).
+
+        Raises:
+            RequestError: the text has no UTF-8 form.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"Expected text that UTF-8 can hold, found the lone surrogate {text[error.start]!a} at character {error.start}. "
+                "Decode the bytes it came from as UTF-8."
+            ) from error
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -59,7 +70,7 @@ class Tokenizer:
         Raises:
             RequestError: there is no template, or it refuses these messages.
         """
-        return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special_tokens)
+        return self._template.render({**self._special_tokens, "messages": list(messages), "add_generation_prompt": add_generation_prompt})
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -44,7 +44,7 @@ class LyingDrafter(MatchedDrafter):
 def toy_session(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """`Session.open` gives a real session of doubles; the namespace holds what it was asked for."""
     target = ToyTarget(capacity=80)
-    bundle = SimpleNamespace(target=SimpleNamespace(eos_token_ids=()), manifest=SimpleNamespace(dtype="float32"))
+    bundle = SimpleNamespace(target=SimpleNamespace(eos_token_ids=()), manifest=SimpleNamespace(dtype="float32", num_speculative_tokens=6))
     toy = SimpleNamespace(target=target, drafter=MatchedDrafter(), bundle=bundle, asked=None)
 
     def open_toy(path: Path, **asked: Any) -> Session:

@@ -118,6 +118,8 @@ def test_an_interrupted_process_leaves_nothing_behind(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "from domino_deploy.bundle import create_bundle\n"
+        # A job in the background inherits a SIGINT that is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with create_bundle(sys.argv[1]) as folder:\n"
         "    (folder / 'target.onnx').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"

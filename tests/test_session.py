@@ -35,7 +35,8 @@ def replaying(tokenizer: Tokenizer, answer: Sequence[int], *, speculative: bool)
     prompt = tokenizer.encode("Count.")
     sequence = [*prompt, *answer, *[5] * 300]
     drafter = ScriptedDrafter([-1], sequence, VOCAB) if speculative else None
-    bundle: Any = SimpleNamespace(target=SimpleNamespace(eos_token_ids=(EOS_ID,)))
+    manifest = SimpleNamespace(num_speculative_tokens=100)  # the drafter's own number is lower, and decides
+    bundle: Any = SimpleNamespace(target=SimpleNamespace(eos_token_ids=(EOS_ID,)), manifest=manifest)
     return Session(bundle, tokenizer, ReplayTarget(sequence, VOCAB), drafter), prompt
 
 
@@ -186,7 +187,7 @@ def test_defaults_come_from_the_target_and_the_drafter(tiny_bundle, monkeypatch)
 
 
 def test_session_values_out_of_range_are_all_named(tiny_bundle):
-    with pytest.raises(RequestError, match=r"(?s)max_model_len must lie in \[1, 512\].*found 513.*threads must be at least 1, found 0"):
+    with pytest.raises(RequestError, match=r"(?s)max_model_len must lie in \[1, 512\].*found 513.*threads must lie in \[1, \d+\].*found 0"):
         Session.open(tiny_bundle, max_model_len=513, threads=0)
 
 

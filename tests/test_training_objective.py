@@ -11,7 +11,7 @@ import torch
 from domino_deploy.config import DrafterKind
 from domino_deploy.errors import TrainingError
 from domino_deploy.training.batches import BatchSampler, assemble
-from domino_deploy.training.features import FeatureCache
+from domino_deploy.training.features import Corpus
 from domino_deploy.training.objective import curriculum, losses, position_weights, softmax_vocabulary
 from domino_deploy.training.recipe import Recipe
 from domino_deploy.training.regenerate import Sample
@@ -22,15 +22,16 @@ SAMPLES = [Sample(prompt_ids=(3, 4, 5), response_ids=(6, 7, 8, 9, 10, 11, 12)), 
 LAYOUTS = [(True, 0), (True, 1), (False, 0), (False, 1)]
 
 
-def cache_for(samples: list[Sample], width: int, seed: int = 0) -> FeatureCache:
-    lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+def corpus_with(samples: list[Sample], width: int, seed: int = 0) -> Corpus:
+    lengths = [len(sample.token_ids) for sample in samples]
     rows = np.random.default_rng(seed).standard_normal((sum(lengths), width)).astype(np.float16)
-    return FeatureCache(rows=rows, starts=np.concatenate([[0], np.cumsum(lengths)]), scales=torch.tensor([2.0, 0.5]))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return Corpus(samples=samples, rows=rows, starts=starts, scales=torch.tensor([2.0, 0.5]))
 
 
 def batch_of(config, anchors):
-    cache = cache_for(SAMPLES, config.feature_size)
-    return assemble(SAMPLES, [cache.of(0), cache.of(1)], cache.scales, config, torch.tensor(anchors)), cache
+    corpus = corpus_with(SAMPLES, config.feature_size)
+    return assemble(corpus, [0, 1], config, torch.tensor(anchors)), corpus
 
 
 def test_every_position_of_the_mask_follows_the_rule():
@@ -48,7 +49,7 @@ def test_labels_prefix_positions_and_keep_follow_the_sequence():
     config = drafter_config()
     batch, _ = batch_of(config, [[3, 8], [2, 3]])
     for row, anchors in enumerate([[3, 8], [2, 3]]):
-        ids = SAMPLES[row].prompt_ids + SAMPLES[row].response_ids
+        ids = SAMPLES[row].token_ids
         for a, anchor in enumerate(anchors):
             block = batch.block_ids[row].view(2, -1)[a].tolist()
             assert block == [ids[anchor]] + [config.mask_token_id] * (config.block_size - 1)
@@ -64,8 +65,8 @@ def test_labels_prefix_positions_and_keep_follow_the_sequence():
 
 def test_features_are_divided_by_the_rms_of_their_tap():
     config = drafter_config()
-    batch, cache = batch_of(config, [[3, 6], [2, 3]])
-    rows = torch.from_numpy(cache.of(1).astype(np.float32))
+    batch, corpus = batch_of(config, [[3, 6], [2, 3]])
+    rows = torch.from_numpy(corpus.features(1).astype(np.float32))
     torch.testing.assert_close(batch.features[1, :5, : config.hidden_size], rows[:, : config.hidden_size] / 2.0)
     torch.testing.assert_close(batch.features[1, :5, config.hidden_size :], rows[:, config.hidden_size :] / 0.5)
     assert not batch.features[1, 5:].any()
@@ -81,7 +82,7 @@ def test_loss_equals_a_slow_loop_over_blocks_and_proposals(shift_label, prefix):
     base_sum = final_sum = weight_sum = 0.0
     embed, head = target.model.embed_tokens, drafter.head
     for row, anchors in enumerate([[3, 8], [2, 3]]):
-        ids = torch.tensor(SAMPLES[row].prompt_ids + SAMPLES[row].response_ids)
+        ids = torch.tensor(SAMPLES[row].token_ids)
         for anchor in anchors:
             hidden = one_block(drafter, target, batch.features[row, :anchor], ids[anchor], anchor)
             state = head.initial_state(1)
@@ -170,7 +171,7 @@ def test_learning_rate_warms_up_then_falls_to_zero():
 
 def test_sampler_sees_every_sequence_once_an_epoch_and_keeps_anchors_inside():
     config = drafter_config()
-    sampler = BatchSampler(SAMPLES, [0, 1], cache_for(SAMPLES, config.feature_size), config, sequences=2, anchors=50, seed=0)
+    sampler = BatchSampler(corpus_with(SAMPLES, config.feature_size), [0, 1], config, sequences=2, anchors=50, seed=0)
     anchors_seen: dict[int, set[int]] = {}
     for _ in range(20):
         batch = next(sampler)
@@ -186,7 +187,7 @@ def test_sampler_sees_every_sequence_once_an_epoch_and_keeps_anchors_inside():
 def test_a_response_without_an_anchor_is_refused():
     config, short = drafter_config(), [Sample(prompt_ids=(1, 2), response_ids=(3,))]
     with pytest.raises(TrainingError, match="samples 0"):
-        BatchSampler(short, [0], cache_for(short, config.feature_size), config, sequences=1, anchors=2, seed=0)
+        BatchSampler(corpus_with(short, config.feature_size), [0], config, sequences=1, anchors=2, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,8 @@ def test_a_response_without_an_anchor_is_refused():
         ({"block_size": 1}, "block_size"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"gamma": -1.0}, "gamma"),
+        ({"clip_norm": float("nan")}, "clip_norm"),
+        ({"weight_decay": -0.1}, "weight_decay"),
         ({"lambda_start": 1.5}, "lambda_start"),
         ({"pure_draft_prefix_len": 8}, "pure_draft_prefix_len"),
         ({"dtype": "float16"}, "dtype"),

@@ -16,8 +16,8 @@ from domino_deploy.errors import CheckpointError, TrainingError
 from domino_deploy.model.loading import load_drafter, load_target
 from domino_deploy.model.spec_generate import reference_target, spec_generate
 from domino_deploy.training.evaluate import acceptance
-from domino_deploy.training.features import cached_features
-from domino_deploy.training.initialise import default_taps, drafter_config, new_drafter
+from domino_deploy.training.features import corpus_of
+from domino_deploy.training.initialise import drafter_config, new_drafter
 from domino_deploy.training.pipeline import train_from_prompts
 from domino_deploy.training.prompt_file import read_messages
 from domino_deploy.training.recipe import Recipe
@@ -99,13 +99,6 @@ def test_regeneration_resumes_where_it_stopped(target, tmp_path):
     assert regenerate(target, PROMPTS, output, max_new_tokens=6, batch_size=2) == 0
 
 
-def test_two_shards_together_cover_every_prompt_once(target, tmp_path):
-    for index in (0, 1):
-        regenerate(target, PROMPTS, tmp_path / f"{index}.jsonl", max_new_tokens=3, batch_size=1, shard=(index, 2))
-    found = [sample.prompt_ids for index in (0, 1) for sample in read_samples(tmp_path / f"{index}.jsonl")]
-    assert sorted(found) == sorted(PROMPTS)
-
-
 def test_a_damaged_line_of_samples_is_named(tmp_path):
     path = tmp_path / "responses.jsonl"
     path.write_text('{"prompt_ids": [1], "response_ids": [2]}\n{"prompt_ids": [1], "resp')
@@ -122,36 +115,44 @@ def samples_of(target, count=8, length=24):
 def test_cached_features_are_the_targets_and_are_computed_once(target, tmp_path):
     samples = samples_of(target, 4)
     path = tmp_path / "features.f16"
-    cache = cached_features(target, samples, path, dtype=torch.float32)
+    corpus = corpus_of(target, samples, path, dtype=torch.float32)
     for index, sample in enumerate(samples):
-        _, features = target.hidden_states(torch.tensor([sample.prompt_ids + sample.response_ids]))
-        np.testing.assert_allclose(cache.of(index), features[0].numpy(), rtol=2e-3, atol=2e-3)
+        _, features = target.hidden_states(torch.tensor([sample.token_ids]))
+        np.testing.assert_allclose(corpus.features(index), features[0].numpy(), rtol=2e-3, atol=2e-3)
     assert not path.with_suffix(".part").exists()
     rows: list[int] = []
-    cached_features(target, samples, path, dtype=torch.float32, on_rows=rows.append)
+    corpus_of(target, samples, path, dtype=torch.float32, on_rows=rows.append)
     assert rows == []
+
+
+def test_features_of_the_same_samples_in_another_order_are_computed_again(target, tmp_path):
+    samples, path = samples_of(target, 4), tmp_path / "features.f16"
+    corpus_of(target, samples, path, dtype=torch.float32)
+    corpus = corpus_of(target, samples[::-1], path, dtype=torch.float32)
+    _, features = target.hidden_states(torch.tensor([samples[-1].token_ids]))
+    np.testing.assert_allclose(corpus.features(0), features[0].numpy(), rtol=2e-3, atol=2e-3)
 
 
 def test_tap_scales_are_the_rms_of_each_tap(target, tmp_path):
     samples = samples_of(target, 4)
-    cache = cached_features(target, samples, tmp_path / "features.f16", dtype=torch.float32)
-    per_tap = np.asarray(cache.rows, dtype=np.float32).reshape(len(cache.rows), 2, -1)
+    corpus = corpus_of(target, samples, tmp_path / "features.f16", dtype=torch.float32)
+    per_tap = np.asarray(corpus.rows, dtype=np.float32).reshape(len(corpus.rows), 2, -1)
     # torch's median of an even number of values is the lower one.
     expected = torch.from_numpy(np.sqrt((per_tap**2).mean(-1))).median(dim=0).values
-    torch.testing.assert_close(cache.scales, expected)
+    torch.testing.assert_close(corpus.scales, expected)
 
 
 def test_offline_tau_equals_the_real_speculative_loop(target, tmp_path):
     samples = samples_of(target)
     config = drafter_config(target.config, RECIPE)
-    drafter = new_drafter(target, config, torch.tensor([samples[0].prompt_ids + samples[0].response_ids])).eval()
+    drafter = new_drafter(target, config, torch.tensor([samples[0].token_ids])).eval()
     torch.manual_seed(0)
     with torch.no_grad():
         drafter.head.codebook_VR.normal_(std=0.5)
-    cache = cached_features(target, samples, tmp_path / "features.f16", dtype=torch.float32)
-    found = acceptance(drafter, target, samples, range(len(samples)), cache)
+    corpus = corpus_of(target, samples, tmp_path / "features.f16", dtype=torch.float32)
+    found = acceptance(drafter, target, corpus, range(len(samples)))
 
-    save_drafter(drafter, cache.scales, tmp_path / "drafter", dtype=torch.float32)
+    save_drafter(drafter, corpus.scales, tmp_path / "drafter", dtype=torch.float32)
     saved = load_drafter(open_drafter(tmp_path / "drafter"))
     tokens = passes = 0
     for sample in samples:
@@ -164,9 +165,10 @@ def test_offline_tau_equals_the_real_speculative_loop(target, tmp_path):
     assert found.final_tau == pytest.approx(tokens / passes)
 
 
-def test_default_taps_follow_the_published_formula():
-    assert default_taps(36, 5) == (1, 9, 17, 25, 33)
-    assert default_taps(36, 1) == (18,)
+@pytest.mark.parametrize(("count", "layers", "expected"), [(5, 36, (1, 9, 17, 25, 33)), (1, 36, (18,))])
+def test_taps_follow_the_published_formula(target, count, layers, expected):
+    deep = dataclasses.replace(target.config, num_layers=layers)
+    assert drafter_config(deep, dataclasses.replace(RECIPE, num_taps=count)).target_layer_ids == expected
 
 
 def test_more_taps_than_the_target_has_room_for_are_refused(target):
@@ -245,17 +247,19 @@ def write_prompts(path, count=24):
     return path
 
 
+def run(target_folder, prompts, output, work, recipe=RECIPE, **options):
+    options = {"max_prompt_tokens": 200, "max_new_tokens": 12, "batch_size": 8} | options
+    return train_from_prompts(target_folder, prompts, output, work=work, recipe=recipe, **options)
+
+
 def test_a_small_run_learns_and_writes_everything(target_folder, tmp_path):
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     recipe = dataclasses.replace(RECIPE, steps=150, evaluate_every=1000)
-    found = train_from_prompts(
-        target_folder, prompts, tmp_path / "out", work=tmp_path / "work", recipe=recipe, max_new_tokens=24, batch_size=8
-    )
-    assert found is not None
-    assert found.final_tau >= 1.0
+    found = run(target_folder, prompts, tmp_path / "out", tmp_path / "work", recipe, max_new_tokens=24)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["final_loss"] for line in lines if "final_loss" in line]
     assert losses[-1] < 0.9 * losses[0]
+    assert (round(found.final_tau, 4), round(found.base_tau, 4)) == (lines[-1]["held_out_tau"], lines[-1]["held_out_base_tau"])
     assert json.loads((tmp_path / "out" / "recipe.json").read_text()) == dataclasses.asdict(recipe)
     assert open_drafter(tmp_path / "out").config.block_size == 4
 
@@ -263,7 +267,7 @@ def test_a_small_run_learns_and_writes_everything(target_folder, tmp_path):
 def test_the_same_seed_gives_the_same_drafter(target_folder, tmp_path):
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     for name in ("a", "b"):
-        train_from_prompts(target_folder, prompts, tmp_path / name, work=tmp_path / "work", recipe=RECIPE, max_new_tokens=12, batch_size=8)
+        run(target_folder, prompts, tmp_path / name, tmp_path / "work")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -271,14 +275,46 @@ def test_the_same_seed_gives_the_same_drafter(target_folder, tmp_path):
 def test_an_existing_output_is_kept_unless_forced(target_folder, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(TrainingError, match="--force"):
-        train_from_prompts(target_folder, write_prompts(tmp_path / "p.jsonl"), tmp_path / "out", work=tmp_path / "work", recipe=RECIPE)
+        run(target_folder, write_prompts(tmp_path / "p.jsonl"), tmp_path / "out", tmp_path / "work")
     assert not (tmp_path / "work").exists()
+
+
+def test_only_a_drafter_is_replaced(target_folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(TrainingError, match="expected a drafter to replace"):
+        run(target_folder, write_prompts(tmp_path / "p.jsonl"), tmp_path / "out", tmp_path / "work", overwrite=True)
+    assert (tmp_path / "out" / "thesis.txt").exists()
+
+
+def test_a_forced_run_replaces_the_whole_drafter(target_folder, tmp_path):
+    prompts, recipe = write_prompts(tmp_path / "p.jsonl"), dataclasses.replace(RECIPE, steps=1, evaluate_every=1)
+    run(target_folder, prompts, tmp_path / "out", tmp_path / "work", recipe)
+    (tmp_path / "out" / "stray.txt").write_text("of the old one")
+    run(target_folder, prompts, tmp_path / "out", tmp_path / "work", dataclasses.replace(recipe, steps=2), overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "recipe.json",
+    ]
+    assert json.loads((tmp_path / "out" / "recipe.json").read_text())["steps"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "p.jsonl", "work"]
+
+
+def test_responses_of_another_target_are_not_taken(target_folder, tmp_path):
+    prompts, recipe = write_prompts(tmp_path / "p.jsonl"), dataclasses.replace(RECIPE, steps=1, evaluate_every=1)
+    run(target_folder, prompts, tmp_path / "a", tmp_path / "work", recipe)
+    other = write_target(tmp_path / "other", num_hidden_layers=6)
+    with pytest.raises(TrainingError, match="made for"):
+        run(other, prompts, tmp_path / "b", tmp_path / "work", recipe)
+    assert not (tmp_path / "b").exists()
 
 
 def test_too_few_samples_are_refused(target_folder, tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", count=2)
     with pytest.raises(TrainingError, match="more than 2 samples"):
-        train_from_prompts(target_folder, prompts, tmp_path / "out", work=tmp_path / "work", recipe=RECIPE, max_new_tokens=4)
+        run(target_folder, prompts, tmp_path / "out", tmp_path / "work", max_new_tokens=4)
     assert not (tmp_path / "out").exists()
 
 

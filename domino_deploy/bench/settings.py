@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from domino_deploy.errors import RequestError, listed
 from domino_deploy.runtime.decode import GenerationParams
 from domino_deploy.runtime.sampling import SamplingParams
+from domino_deploy.runtime.session import Backend, DrafterChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,10 @@ class Settings:
     num_speculative_tokens: int | None = None
     temperature: float = 0.0
     seed: int = 0
-    drafter: str = "bundle"
+    drafter: DrafterChoice = DrafterChoice.BUNDLE
     has_prompt_lookup: bool = True
     is_raw: bool = False
-    backend: str = "ort"
+    backend: Backend = Backend.ORT
     max_model_len: int | None = None
     threads: int | None = None
 
@@ -65,4 +66,5 @@ class Settings:
         return replace(self.generation, num_speculative_tokens=0)
 
     def to_dict(self) -> dict[str, object]:
+        """As JSON values."""
         return asdict(self)

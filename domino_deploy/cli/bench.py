@@ -46,14 +46,14 @@ _WARM_UP = "Count from one to twenty."
     "--num-speculative-tokens",
     type=int,
     default=_DEFAULT.num_speculative_tokens,
-    help="Tokens drafted per cycle; by default all of the drafter's.",
+    help="Tokens drafted per cycle; by default the bundle's own number.",
 )
 @click.option("--temperature", type=float, default=_DEFAULT.temperature, help="0 is greedy.")
 @click.option("--seed", type=int, default=_DEFAULT.seed, help="Of the sampling, the same for every mode.")
 @click.option(
     "--drafter",
     type=click.Choice([DrafterChoice.BUNDLE.value, DrafterChoice.PROMPT_LOOKUP.value]),
-    default=_DEFAULT.drafter,
+    default=_DEFAULT.drafter.value,
     help="The drafter to measure.",
 )
 @click.option("--no-prompt-lookup", is_flag=True, help="Leave out the comparison with prompt lookup.")
@@ -61,7 +61,7 @@ _WARM_UP = "Count from one to twenty."
 @click.option(
     "--backend",
     type=click.Choice([backend.value for backend in Backend]),
-    default=_DEFAULT.backend,
+    default=_DEFAULT.backend.value,
     help="ort serves; eager is the PyTorch reference.",
 )
 @click.option(
@@ -109,10 +109,10 @@ def bench(
         num_speculative_tokens=num_speculative_tokens,
         temperature=temperature,
         seed=seed,
-        drafter=drafter,
+        drafter=DrafterChoice(drafter),
         has_prompt_lookup=not no_prompt_lookup and drafter != DrafterChoice.PROMPT_LOOKUP,
         is_raw=raw,
-        backend=backend,
+        backend=Backend(backend),
         max_model_len=max_model_len,
         threads=threads,
     )
@@ -121,9 +121,7 @@ def bench(
         click.echo(note, err=True)
     with progress(ctx) as step:
         step(f"Opening {bundle}")
-        session = Session.open(
-            bundle, backend=Backend(backend), drafter=DrafterChoice(drafter), max_model_len=max_model_len, threads=threads
-        )
+        session = Session.open(bundle, backend=settings.backend, drafter=settings.drafter, max_model_len=max_model_len, threads=threads)
     with session:
         tokenised = _tokenised(session, selection.sets, settings)
         warm_up = session.prompt_ids(_WARM_UP, chat=not raw)

@@ -6,6 +6,7 @@ rich is imported when something is drawn: it costs a third of the time `--help` 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from enum import Enum, auto
 
 import click
+
+from domino_deploy.errors import RequestError
 
 Progress = Callable[[str], None]
 
@@ -65,6 +68,27 @@ def echo_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
     for row in rows:
         table.add_row(*row)
     Console(markup=False).print(table)
+
+
+def as_utf8(argument: str, name: str) -> str:
+    """An argument of the command line read as UTF-8, whatever the locale made of its bytes.
+
+    Raises:
+        RequestError: it is not UTF-8.
+    """
+    return argument if argument.isascii() else from_utf8(os.fsencode(argument), name)
+
+
+def from_utf8(content: bytes, name: str) -> str:
+    """Text from outside; `name` says where it came from.
+
+    Raises:
+        RequestError: it is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"Expected text in UTF-8 from {name}, found {error.reason} at byte {error.start}. Convert the text.") from error
 
 
 def as_bytes(count: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from domino_deploy.cli.console import progress
+from domino_deploy.cli.console import as_utf8, from_utf8, progress
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.protocols import Step
 from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, Backend, DrafterChoice, GenerationParams, SamplingParams, Session
@@ -38,7 +38,7 @@ _GENERATION = GenerationParams()
     "--num-speculative-tokens",
     type=int,
     default=_GENERATION.num_speculative_tokens,
-    help="Tokens drafted per cycle; by default all of the drafter's.",
+    help="Tokens drafted per cycle; by default the bundle's own number.",
 )
 @click.option(
     "--drafter",
@@ -91,6 +91,7 @@ def generate(
     if no_speculation and ctx.get_parameter_source("drafter") is not click.core.ParameterSource.DEFAULT:
         raise click.UsageError("Expected at most one of --drafter and --no-speculation, found both. Drop one.")
     # Values are checked before the bundle is opened: a wrong flag costs no loading time.
+    stop = tuple(as_utf8(text, "--stop") for text in stop)
     params = GenerationParams(
         sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
         max_new_tokens=max_new_tokens,
@@ -103,7 +104,7 @@ def generate(
         step(f"Opening {bundle}")
         session = Session.open(bundle, backend=Backend(backend), drafter=choice, max_model_len=max_model_len, threads=threads)
     with session:
-        prompt_ids = session.prompt_ids(text, chat=not raw, system=system)
+        prompt_ids = session.prompt_ids(text, chat=not raw, system=None if system is None else as_utf8(system, "--system"))
         steps: list[Step] = []
         started = prefilled = time.perf_counter()
         for chunk in session.generate(prompt_ids, params):
@@ -118,9 +119,11 @@ def generate(
 
 def _prompt_text(prompt: str | None) -> str:
     if prompt is None:
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():  # None: closed by whoever started this process
             raise click.UsageError("Expected a prompt, found none. Give --prompt TEXT, or pipe the text in.")
-        prompt = sys.stdin.read()
+        prompt = from_utf8(click.get_binary_stream("stdin").read(), "standard input")
+    else:
+        prompt = as_utf8(prompt, "--prompt")
     if not prompt.strip():
         raise RequestError("Expected a prompt, found only white space. Give --prompt TEXT, or pipe the text in.")
     return prompt

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from domino_deploy.bundle import MANIFEST, open_bundle
+from domino_deploy.checkpoint import CONFIG, open_drafter, open_target
+from domino_deploy.checkpoint_config import is_drafter
 from domino_deploy.cli.console import as_bytes, echo_json, echo_table
 from domino_deploy.cli.extras import needs
 from domino_deploy.errors import BundleError, MissingDependencyError
+from domino_deploy.strict_json import read_object
 
 if TYPE_CHECKING:
     import onnx
@@ -48,20 +52,18 @@ def describe(path: Path) -> Facts:
     """
     if path.is_file() and path.suffix == ".onnx":
         return {"kind": "onnx", "path": str(path), "bytes": path.stat().st_size, "graphs": {path.stem: _graph(path)}}
-    if (path / "manifest.json").is_file():
+    if (path / MANIFEST).is_file():
         return _bundle(path)
-    if (path / "config.json").is_file():
+    if (path / CONFIG).is_file():
         return _checkpoint(path)
     found = "a folder with neither" if path.is_dir() else f"a file {path.name}" if path.exists() else "nothing there"
     raise BundleError(
-        f"{path}: expected a bundle (a folder with manifest.json), a checkpoint (a folder with config.json) or an .onnx file, "
+        f"{path}: expected a bundle (a folder with {MANIFEST}), a checkpoint (a folder with {CONFIG}) or an .onnx file, "
         f"found {found}. Check the path."
     )
 
 
 def _bundle(path: Path) -> Facts:
-    from domino_deploy.bundle import open_bundle
-
     bundle = open_bundle(path)
     facts: Facts = {"kind": "bundle", "path": str(path), **bundle.manifest.to_dict()}
     for graph in facts["graphs"].values():
@@ -73,10 +75,6 @@ def _bundle(path: Path) -> Facts:
 
 
 def _checkpoint(path: Path) -> Facts:
-    from domino_deploy.checkpoint import CONFIG, open_drafter, open_target
-    from domino_deploy.checkpoint_config import is_drafter
-    from domino_deploy.strict_json import read_object
-
     is_draft = is_drafter(read_object(path / CONFIG))
     checkpoint = open_drafter(path) if is_draft else open_target(path)
     tensors = {name: {"dtype": entry.dtype, "shape": list(entry.shape)} for name, entry in checkpoint.tensors.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from domino_deploy.config import DrafterConfig
 from domino_deploy.model import ops, rope
-from domino_deploy.model.layers import MLP, Attention, RMSNorm
+from domino_deploy.model.layers import DecoderLayer, RMSNorm, empty_caches
 
 
 class BackboneOutput(NamedTuple):
@@ -29,22 +29,13 @@ class BackboneOutput(NamedTuple):
     value_caches: list[Tensor]
 
 
-class BackboneLayer(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+class BackboneLayer(DecoderLayer):
+    """A layer of the backbone: keys and values also come from the context."""
 
     def keys_and_values(self, context_BLM: Tensor, normed_BPM: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, L + P, D] of context rows followed by block rows; angles cover both."""
         rows = torch.cat([context_BLM, normed_BPM], dim=1)
         return self.self_attn.keys_and_values(rows, cos, sin)
-
-    def mix(self, x_BPM: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        x_BPM = x_BPM + self.self_attn.attend(queries, keys, values, mask)
-        return x_BPM + self.mlp(self.post_attention_layernorm(x_BPM))
 
 
 class Backbone(nn.Module):
@@ -81,7 +72,7 @@ class Backbone(nn.Module):
             sliding_mask: the same for sliding-window layers; needed when the drafter has any.
         """
         context = self.hidden_norm(self.fc(features_BLF))
-        cos, sin = self._angles(position_ids, context.dtype)
+        cos, sin = rope.angles(position_ids, self.inverse_frequencies, self.rope_factor, context.dtype)
         rows = features_BLF.shape[1]
         x = block_embeddings_BPM
         for index, layer in enumerate(self.layers):
@@ -115,7 +106,7 @@ class Backbone(nn.Module):
             value_caches: per layer [B, K, C, D].
         """
         context = self.hidden_norm(self.fc(features_BLF))
-        cos, sin = self._angles(position_ids, context.dtype)
+        cos, sin = rope.angles(position_ids, self.inverse_frequencies, self.rope_factor, context.dtype)
         block = block_embeddings_BPM.shape[1]
         x, new_keys, new_values = block_embeddings_BPM, [], []
         for index, layer in enumerate(self.layers):
@@ -131,13 +122,7 @@ class Backbone(nn.Module):
 
     def empty_caches(self, batch: int, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
         """Zeroed key and value caches, per layer [batch, K, capacity, D]."""
-        shape = (batch, self.config.num_kv_heads, capacity, self.config.head_dim)
-        count = self.config.num_layers
-        return [self.norm.weight.new_zeros(shape) for _ in range(count)], [self.norm.weight.new_zeros(shape) for _ in range(count)]
-
-    def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cos, sin = rope.angles(position_ids, self.inverse_frequencies, self.rope_factor)
-        return cos.to(dtype), sin.to(dtype)
+        return empty_caches(self.config, self.norm.weight, batch, capacity)
 
     def _mask_of(self, layer: int, mask: Tensor, sliding_mask: Tensor | None) -> Tensor:
         is_sliding = bool(self.config.sliding_layers) and self.config.sliding_layers[layer]

@@ -1,4 +1,4 @@
-"""Backbone and head as one checkpoint, and speculative generation in PyTorch: the reference for every backend.
+"""Backbone and head as one checkpoint, and how they draft a block (`spec_generate.py` is the whole loop).
 
 Shape legend: B batch, P block positions, N proposals, L feature rows, M model width, V vocabulary.
 """
@@ -30,6 +30,7 @@ class DrafterModel(Backbone):
 
     @property
     def head(self) -> DominoHead | None:
+        """The Domino head; None for a DFlash drafter."""
         return self._head[0] if self.config.kind is DrafterKind.DOMINO else None
 
     def block_ids(self, anchor_ids_B: Tensor) -> Tensor:

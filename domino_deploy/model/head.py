@@ -52,6 +52,7 @@ class DominoHead(nn.Module):
 
     @property
     def codebook_VR(self) -> Tensor:
+        """W2 of the correction: one row per token of the vocabulary."""
         return self.embed_proj[2].weight  # type: ignore[return-value]  # a Sequential does not know its elements' type
 
     def project_hidden(self, hidden: Tensor) -> Tensor:

@@ -75,6 +75,33 @@ class Attention(nn.Module):
         return self.o_proj(mixed_BHSD.transpose(1, 2).flatten(2))
 
 
+class DecoderLayer(nn.Module):
+    """What a target's and a drafter's layer share: pre-norm attention and MLP; where keys come from is the subclass's."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def mix(self, x_BSM: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """The residual stream behind attention and MLP."""
+        return self.residual(x_BSM, self.self_attn.attend(queries, keys, values, mask))
+
+    def residual(self, x_BSM: Tensor, attended_BSM: Tensor) -> Tensor:
+        """The residual stream behind the MLP, given what attention adds to it."""
+        x_BSM = x_BSM + attended_BSM
+        return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM))
+
+
+def empty_caches(config: DecoderConfig, like: Tensor, batch: int, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Zeroed key and value caches, per layer [batch, K, capacity, D], with the dtype and device of `like`."""
+    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+    keys, values = ([like.new_zeros(shape) for _ in range(config.num_layers)] for _ in ("keys", "values"))
+    return keys, values
+
+
 def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
     """Lower-triangular bool mask [1, 1, length, length]."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]

@@ -28,10 +28,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     return frequencies, 1.0
 
 
-def angles(position_ids_BS: Tensor, inverse_frequencies_d: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, S, D / 2] in fp32 for int64 positions [B, S]."""
+def angles(
+    position_ids_BS: Tensor, inverse_frequencies_d: Tensor, factor: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, S, D / 2] for int64 positions [B, S], computed in fp32 and given in `dtype`."""
     phase = position_ids_BS[..., None].float() * inverse_frequencies_d.float()
-    return phase.cos() * factor, phase.sin() * factor
+    return (phase.cos() * factor).to(dtype), (phase.sin() * factor).to(dtype)
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from domino_deploy.config import TargetConfig
 from domino_deploy.model import ops, rope
-from domino_deploy.model.layers import MLP, Attention, RMSNorm, causal_mask
+from domino_deploy.model.layers import DecoderLayer, RMSNorm, causal_mask, empty_caches
 
 
 class TargetOutput(NamedTuple):
@@ -28,19 +28,14 @@ class TargetOutput(NamedTuple):
     value_caches: list[Tensor]
 
 
-class TargetLayer(nn.Module):
-    def __init__(self, config: TargetConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+class TargetLayer(DecoderLayer):
+    """A layer of the target, with and without a cache."""
 
     def forward(self, x_BSM: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """The layer over a whole sequence, no cache."""
         normed = self.input_layernorm(x_BSM)
         keys, values = self.self_attn.keys_and_values(normed, cos, sin)
-        return self._mix(x_BSM, self.self_attn.queries(normed, cos, sin), keys, values, mask)
+        return self.mix(x_BSM, self.self_attn.queries(normed, cos, sin), keys, values, mask)
 
     def cached(
         self, x_BSM: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, write_index_B: Tensor, key_cache: Tensor, value_cache: Tensor
@@ -50,11 +45,7 @@ class TargetLayer(nn.Module):
         keys, values = self.self_attn.keys_and_values(normed, cos, sin)
         key_cache = ops.cache_update(key_cache, keys, write_index_B)
         value_cache = ops.cache_update(value_cache, values, write_index_B)
-        return self._mix(x_BSM, self.self_attn.queries(normed, cos, sin), key_cache, value_cache, mask), key_cache, value_cache
-
-    def _mix(self, x_BSM: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        x_BSM = x_BSM + self.self_attn.attend(queries, keys, values, mask)
-        return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM))
+        return self.mix(x_BSM, self.self_attn.queries(normed, cos, sin), key_cache, value_cache, mask), key_cache, value_cache
 
 
 class TargetTrunk(nn.Module):
@@ -111,8 +102,7 @@ class TargetModel(nn.Module):
             value_caches: per layer [B, K, C, D].
         """
         x_BSM = self.model.embed_tokens(input_ids_BS)
-        cos, sin = rope.angles(position_ids_BS, self.inverse_frequencies, self.rope_factor)
-        cos, sin = cos.to(x_BSM.dtype), sin.to(x_BSM.dtype)
+        cos, sin = rope.angles(position_ids_BS, self.inverse_frequencies, self.rope_factor, x_BSM.dtype)
         taps, new_keys, new_values = [], [], []
         for index, layer in enumerate(self.model.layers):
             x_BSM, keys, values = layer.cached(x_BSM, cos, sin, attention_mask_B1SC, write_index_B, key_caches[index], value_caches[index])
@@ -130,8 +120,7 @@ class TargetModel(nn.Module):
         x_BSM = self.model.embed_tokens(input_ids_BS)
         length = input_ids_BS.shape[1]
         positions_1S = torch.arange(length, device=input_ids_BS.device)[None]
-        cos, sin = rope.angles(positions_1S, self.inverse_frequencies, self.rope_factor)
-        cos, sin = cos.to(x_BSM.dtype), sin.to(x_BSM.dtype)
+        cos, sin = rope.angles(positions_1S, self.inverse_frequencies, self.rope_factor, x_BSM.dtype)
         mask, taps = causal_mask(length, input_ids_BS.device), []
         for index, layer in enumerate(self.model.layers):
             x_BSM = layer(x_BSM, cos, sin, mask)
@@ -145,7 +134,4 @@ class TargetModel(nn.Module):
 
     def empty_caches(self, batch: int, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
         """Zeroed key and value caches, per layer [batch, K, capacity, D]."""
-        weight = self.model.embed_tokens.weight
-        shape = (batch, self.config.num_kv_heads, capacity, self.config.head_dim)
-        count = self.config.num_layers
-        return [weight.new_zeros(shape) for _ in range(count)], [weight.new_zeros(shape) for _ in range(count)]
+        return empty_caches(self.config, self.model.norm.weight, batch, capacity)

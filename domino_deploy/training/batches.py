@@ -14,8 +14,7 @@ from torch import Tensor
 
 from domino_deploy.config import DrafterConfig
 from domino_deploy.errors import TrainingError
-from domino_deploy.training.features import FeatureCache
-from domino_deploy.training.regenerate import Sample
+from domino_deploy.training.features import Corpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,58 +38,65 @@ class Batch:
 class BatchSampler:
     """Draws batches for ever: sequences by shuffled epochs, anchors uniformly over each response.
 
+    Args:
+        corpus: samples and features.
+        indices: the samples to draw from.
+        config: of the drafter.
+        sequences: samples in a batch.
+        anchors: blocks in a sample.
+        seed: of the order and the anchors.
+
     Raises:
         TrainingError: a sample without room for an anchor and the token behind it.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        indices: Sequence[int],
-        cache: FeatureCache,
-        config: DrafterConfig,
-        *,
-        sequences: int,
-        anchors: int,
-        seed: int,
-    ) -> None:
-        short = [index for index in indices if len(samples[index].response_ids) < 2]
+    def __init__(self, corpus: Corpus, indices: Sequence[int], config: DrafterConfig, *, sequences: int, anchors: int, seed: int) -> None:
+        short = [index for index in indices if len(corpus.samples[index].response_ids) < 2]
         if short:
             found = ", ".join(map(str, short[:8]))
             raise TrainingError(f"Every response needs two tokens (an anchor and a label); too short: samples {found}. Drop them.")
-        self.samples, self.indices, self.cache, self.config = samples, list(indices), cache, config
+        self.corpus, self.indices, self.config = corpus, list(indices), config
         self.sequences, self.anchors = sequences, anchors
         self.rng = np.random.default_rng(seed)
         self.queue: list[int] = []
+
+    def __iter__(self) -> BatchSampler:
+        return self
 
     def __next__(self) -> Batch:
         while len(self.queue) < self.sequences:
             self.queue += self.rng.permutation(self.indices).tolist()
         chosen, self.queue = self.queue[: self.sequences], self.queue[self.sequences :]
-        return assemble(
-            [self.samples[i] for i in chosen], [self.cache.of(i) for i in chosen], self.cache.scales, self.config, self._anchors(chosen)
-        )
+        return assemble(self.corpus, chosen, self.config, self._anchors(chosen))
 
     def _anchors(self, chosen: Sequence[int]) -> Tensor:
-        """Positions [S, A] of random anchors: in the response or the token before it, with a token behind."""
+        """Positions [S, A] of random anchors: response tokens with a token behind."""
         rows = []
         for index in chosen:
-            sample = self.samples[index]
-            first, last = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.response_ids) - 2
+            sample = self.corpus.samples[index]
+            first, last = len(sample.prompt_ids), len(sample.token_ids) - 2
             rows.append(self.rng.integers(first, last + 1, size=self.anchors))
         return torch.from_numpy(np.stack(rows))
 
 
-def assemble(samples: Sequence[Sample], features: Sequence[np.ndarray], scales: Tensor, config: DrafterConfig, anchors_SA: Tensor) -> Batch:
-    """Pad sequences and lay out blocks at the given anchors."""
-    ids = [torch.tensor(sample.prompt_ids + sample.response_ids) for sample in samples]
+def assemble(corpus: Corpus, chosen: Sequence[int], config: DrafterConfig, anchors_SA: Tensor) -> Batch:
+    """Pad the chosen samples and lay out a block at each of their anchors.
+
+    Args:
+        corpus: samples and features.
+        chosen: indices of S samples.
+        config: of the drafter.
+        anchors_SA: int64 positions within each sample.
+    """
+    ids = [torch.tensor(corpus.samples[index].token_ids) for index in chosen]
     lengths_S = torch.tensor([len(row) for row in ids])
     longest, (count, anchors), block, proposals = int(lengths_S.max()), anchors_SA.shape, config.block_size, config.num_proposals
     ids_SL = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     features_SLF = torch.zeros(count, longest, config.feature_size)
-    for row, rows in enumerate(features):
-        features_SLF[row, : len(rows)] = torch.from_numpy(np.asarray(rows, dtype=np.float32))
-    features_SLF /= scales.repeat_interleave(config.hidden_size)
+    for row, index in enumerate(chosen):
+        features = torch.from_numpy(corpus.features(index).astype(np.float32))
+        features_SLF[row, : len(features)] = features
+    features_SLF /= corpus.scales.repeat_interleave(config.hidden_size)
 
     offsets = torch.arange(proposals + 1)
     span_SAN = anchors_SA[..., None] + offsets

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from domino_deploy.checkpoint_drafter import default_target_layer_ids
 from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
 from domino_deploy.errors import TrainingError, listed
 from domino_deploy.model.drafter import DrafterModel
 from domino_deploy.model.target import TargetModel
 from domino_deploy.training.recipe import Recipe
+
+_FC_STD = 0.02  # times 1 / sqrt(inputs); the copied tap has weight 1
 
 
 def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
@@ -18,7 +21,7 @@ def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
     Raises:
         TrainingError: the target has too few layers for these taps or draft layers, or too few tokens for the mask id.
     """
-    taps = default_taps(target.num_layers, recipe.num_taps)
+    taps = default_target_layer_ids(recipe.num_taps, target.num_layers)
     problems = []
     if len(set(taps)) < len(taps) or taps[0] < 0:
         problems.append(f"num_taps must leave distinct layers in a target of {target.num_layers}, found {recipe.num_taps}")
@@ -52,13 +55,6 @@ def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
     )
 
 
-def default_taps(target_layers: int, taps: int) -> tuple[int, ...]:
-    """Tapped layers spread as in DFlash: round(1 + i (L - 4) / (n - 1)); a single tap is L // 2."""
-    if taps == 1:
-        return (target_layers // 2,)
-    return tuple(round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps))
-
-
 @torch.no_grad()
 def new_drafter(target: TargetModel, config: DrafterConfig, sample_ids: Tensor) -> DrafterModel:
     """A drafter with the target's last layers, norms included, for features divided by the taps' rms.
@@ -72,14 +68,17 @@ def new_drafter(target: TargetModel, config: DrafterConfig, sample_ids: Tensor) 
     first = target.config.num_layers - config.num_layers
     scales = _query_key_rms(target, first, sample_ids)
     for index, layer in enumerate(drafter.layers):
+        # The public layout has no room for biases on some projections only (Qwen2), so a drafter starts without any.
         source = target.model.layers[first + index].state_dict()
-        layer.load_state_dict(source, strict=target.config.has_qk_norm)
+        copied = {name: tensor for name, tensor in source.items() if not name.endswith(".bias")}
+        layer.load_state_dict(layer.state_dict() | copied)
         if not target.config.has_qk_norm:
             layer.self_attn.q_norm.get_parameter("weight").fill_(scales[index][0])
             layer.self_attn.k_norm.get_parameter("weight").fill_(scales[index][1])
     drafter.norm.load_state_dict(target.model.norm.state_dict())
     drafter.hidden_norm.load_state_dict(target.model.layers[first].input_layernorm.state_dict())
-    drafter.fc.weight.normal_(std=0.02 / config.feature_size**0.5)
+    # Next to nothing: at first the nearest tap reaches the layers as they know it, and the others may grow.
+    drafter.fc.weight.normal_(std=_FC_STD / config.feature_size**0.5)
     nearest = min(range(len(config.target_layer_ids)), key=lambda tap: abs(config.target_layer_ids[tap] + 1 - first))
     width = config.hidden_size
     drafter.fc.weight[:, nearest * width : (nearest + 1) * width] += torch.eye(width)
@@ -89,6 +88,7 @@ def new_drafter(target: TargetModel, config: DrafterConfig, sample_ids: Tensor) 
 
 
 def _query_key_rms(target: TargetModel, first: int, sample_ids: Tensor) -> list[tuple[float, float]]:
+    """Rms of the query and of the key projection's output in each of the target's layers from `first` on."""
     seen: dict[torch.nn.Module, float] = {}
 
     def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

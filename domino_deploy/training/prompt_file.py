@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from domino_deploy.errors import TrainingError, listed
+from domino_deploy.errors import TrainingError, listed, shortened
 
 if TYPE_CHECKING:
     from domino_deploy.runtime.text import Tokenizer
 
-_SHOWN_PROBLEMS = 20
 _FORMS = 'expected an object with "prompt" (a string), "turns" (a list of strings, of which the first is used) or "messages"'
 
 
@@ -32,7 +31,7 @@ def read_messages(path: Path) -> list[list[dict[str, str]]]:
         except ValueError as error:
             problems.append(f"line {number}: {error}")
     if problems:
-        shown = [*problems[:_SHOWN_PROBLEMS], *([f"and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else [])]
+        shown = shortened(problems, most=20)
         raise TrainingError(listed(f"{path.name}: {len(problems)} line(s) cannot be used", shown, "Correct or remove these lines."))
     if not conversations:
         raise TrainingError(f"{path.name}: expected at least one prompt, found none. Add prompts, one JSON object a line.")

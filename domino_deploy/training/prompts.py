@@ -15,6 +15,8 @@ from typing import Literal
 
 Split = Literal["train", "held-out"]
 
+_SEED = 20261129  # any number; another one gives other held-out prompts
+
 _VERBS = (
     "returns the sum of | returns the average of | returns the largest of | returns the smallest of | counts | sorts | "
     "reverses | shuffles | removes the duplicates from | finds the most common of | finds the second largest of | returns "
@@ -67,7 +69,8 @@ _PROBLEMS = (
     "A bag holds {c} red and {d} blue marbles. What is the probability of drawing a red one?",
     "Simplify the fraction {b}/{big}.",
 )
-_BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+# As DFlash and Domino word it in their evaluations.
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 _QUESTIONS = (
     "What is {topic}? | Explain {topic} to a ten-year-old. | Give three tips about {topic}. | Write a short story about "
     "{topic}. | Write a poem about {topic}. | List five facts about {topic}. | Why is {topic} important? | Describe {topic} "
@@ -100,7 +103,7 @@ def templated_code(split: Split) -> list[str]:
 
 def word_problems(split: Split, count: int) -> list[str]:
     """Short arithmetic and algebra, half of them with the usual request for a boxed answer."""
-    rng = random.Random(20261129)
+    rng = random.Random(_SEED)
     prompts: list[str] = []
     while len(prompts) < count:
         name, other = rng.sample(_NAMES, 2)
@@ -112,7 +115,7 @@ def word_problems(split: Split, count: int) -> list[str]:
             "two": rng.randint(2, 5),
         }
         values |= {"big": rng.randint(6, 40) * 12, "hundred": rng.choice((100, 200)), "pct": rng.choice((5, 10, 15, 20, 25, 40, 50))}
-        text = rng.choice(_PROBLEMS).format(name=name, other=other, goods=rng.choice(_GOODS), **values) + rng.choice(("", _BOXED))
+        text = rng.choice(_PROBLEMS).format(name=name, other=other, goods=rng.choice(_GOODS), **values) + rng.choice(("", BOXED))
         if is_held_out(text) == (split == "held-out"):
             prompts.append(text)
     return prompts
@@ -126,5 +129,5 @@ def short_chat(split: Split) -> list[str]:
 
 def _shuffled(prompts: list[str], split: Split) -> list[str]:
     kept = [prompt for prompt in prompts if is_held_out(prompt) == (split == "held-out")]
-    random.Random(20261129).shuffle(kept)
+    random.Random(_SEED).shuffle(kept)
     return kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from domino_deploy.errors import TrainingError
 from domino_deploy.model import rope
-from domino_deploy.model.layers import cached_mask
-from domino_deploy.model.target import TargetLayer, TargetModel
+from domino_deploy.model.layers import Attention, cached_mask
+from domino_deploy.model.target import TargetModel
 from domino_deploy.training.looping import is_looping
 
-# Rows are dropped from a running batch once this share of them has finished: each drop copies the caches.
+# Rows are dropped from a running batch once this share of them has finished: each drop copies the caches, each finished row
+# costs as much as a running one.
 _COMPACT_SHARE = 0.2
 
 
@@ -30,6 +32,11 @@ class Sample:
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and response."""
+        return self.prompt_ids + self.response_ids
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -58,7 +65,6 @@ def regenerate(
     *,
     max_new_tokens: int,
     batch_size: int,
-    shard: tuple[int, int] = (0, 1),
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> int:
     """Append greedy responses for all prompts that `output` does not hold yet; returns the tokens generated.
@@ -69,19 +75,15 @@ def regenerate(
         output: JSONL of samples, one per prompt, in any order.
         max_new_tokens: longest response, tokens.
         batch_size: rows decoded together.
-        shard: (index, count): this process takes every count-th batch.
         on_tokens: told how many tokens each finished batch brought.
     """
     done = {sample.prompt_ids for sample in read_samples(output)} if output.exists() else set()
     # Neighbours in a batch have like lengths, so little of the prefill is padding.
     order = sorted(dict.fromkeys(prompts), key=len)
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    index, count = shard
+    waiting = [prompt for prompt in order if prompt not in done]
     total = 0
-    for batch in batches[index::count]:
-        batch = [prompt for prompt in batch if prompt not in done]
-        if not batch:
-            continue
+    for start in range(0, len(waiting), batch_size):
+        batch = waiting[start : start + batch_size]
         responses = decode_batch(model, batch, max_new_tokens)
         with output.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"prompt_ids": p, "response_ids": r}) + "\n" for p, r in zip(batch, responses, strict=True))
@@ -96,9 +98,7 @@ def decode_batch(model: TargetModel, prompts: Sequence[Sequence[int]], max_new_t
     """Greedy responses of one batch, end-of-text token included when it was reached."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     longest = int(lengths.max())
-    padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = torch.tensor(prompt)
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     caches = list(zip(*model.empty_caches(len(prompts), longest + max_new_tokens), strict=True))
     tokens = _forward(model, padded, torch.zeros_like(lengths), lengths - 1, caches, longest)
     responses: list[list[int]] = [[] for _ in prompts]
@@ -129,11 +129,19 @@ def _is_finished(response: list[int], eos_token_ids: tuple[int, ...]) -> bool:
 def _forward(
     model: TargetModel, ids_BS: Tensor, start_B: Tensor, logit_row_B: Tensor, caches: list[tuple[Tensor, Tensor]], used: int
 ) -> Tensor:
-    """Next greedy token per row; writes the caches in place (TargetModel.forward copies them, fine for a graph only)."""
+    """Next greedy token [B] of each row, caches written in place (TargetModel.forward copies them, fine for a graph only).
+
+    Args:
+        model: the target.
+        ids_BS: new tokens, padded behind.
+        start_B: cache slots filled so far.
+        logit_row_B: which of the S rows decides each sequence's next token.
+        caches: per layer keys and values [B, K, C, D].
+        used: slots to attend over.
+    """
     x = model.model.embed_tokens(ids_BS)
     slots_BS = start_B[:, None] + torch.arange(ids_BS.shape[1])
-    cos, sin = rope.angles(slots_BS, model.inverse_frequencies, model.rope_factor)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos, sin = rope.angles(slots_BS, model.inverse_frequencies, model.rope_factor, x.dtype)
     mask = cached_mask(start_B, ids_BS.shape[1], used)
     rows_B1 = torch.arange(len(start_B))[:, None]
     for layer, (key_cache, value_cache) in zip(model.model.layers, caches, strict=True):
@@ -141,18 +149,16 @@ def _forward(
         keys, values = layer.self_attn.keys_and_values(normed, cos, sin)
         key_cache[rows_B1, :, slots_BS] = keys.transpose(1, 2)
         value_cache[rows_B1, :, slots_BS] = values.transpose(1, 2)
+        attend = layer.self_attn.attend if ids_BS.shape[1] > 1 else partial(_attend_grouped, layer.self_attn)
         queries = layer.self_attn.queries(normed, cos, sin)
-        x = _attend_grouped(layer, x, queries, key_cache[:, :, :used], value_cache[:, :, :used], mask)
+        x = layer.residual(x, attend(queries, key_cache[:, :, :used], value_cache[:, :, :used], mask))
     last = x[torch.arange(len(x)), logit_row_B]
     return model.lm_head(model.model.norm(last)).argmax(dim=-1)
 
 
-def _attend_grouped(layer: TargetLayer, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Like `TargetLayer` after the cache; one decoded row treats the query heads of a group as rows of one head."""
-    if queries.shape[2] > 1:
-        return layer._mix(x, queries, keys, values, mask)
-    batch, heads, _, width = queries.shape
-    grouped = queries.view(batch, keys.shape[1], heads // keys.shape[1], width)
+def _attend_grouped(attention: Attention, queries_BH1D: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """`Attention.attend` for one row per sequence: query heads that share keys become rows of one head, so no key is repeated."""
+    batch, heads, _, width = queries_BH1D.shape
+    grouped = queries_BH1D.view(batch, keys.shape[1], heads // keys.shape[1], width)
     mixed = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-    x = x + layer.self_attn.o_proj(mixed.reshape(batch, 1, heads * width))
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    return attention.o_proj(mixed.reshape(batch, 1, heads * width))

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from domino_deploy.checkpoint import CONFIG, WEIGHTS
 from domino_deploy.config import DrafterConfig, DrafterKind, RopeConfig, RopeType
 from domino_deploy.model.drafter import DrafterModel
 
+_STORED_RMS = 0.02  # of `fc`'s entries: that of a freshly initialised linear layer of the supported families
+
 
 def save_drafter(drafter: DrafterModel, scales: Tensor, folder: Path, *, dtype: torch.dtype = torch.float16) -> None:
-    """Write config.json and model.safetensors aside, then put them in place.
+    """Write config.json and model.safetensors into `folder`.
 
     Args:
         drafter: trained on features divided by `scales`.
-        scales: [taps] rms of each tap; folded into `fc`, so that the checkpoint takes raw features.
-        folder: replaced if it exists.
+        scales: [T] rms of each tap; folded into `fc`, so that the checkpoint takes raw features.
+        folder: made if it does not exist.
         dtype: of the stored tensors.
     """
     from safetensors.torch import save_file
@@ -29,24 +31,15 @@ def save_drafter(drafter: DrafterModel, scales: Tensor, folder: Path, *, dtype: 
     tensors = {name: tensor.detach().float() for name, tensor in drafter.state_dict().items()}
     folded = tensors["fc.weight"] / scales.repeat_interleave(config.hidden_size)
     # `hidden_norm` undoes any common factor; this one keeps fp16 away from its subnormals.
-    tensors["fc.weight"] = folded * (0.02 / folded.square().mean().sqrt())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        aside.chmod(0o755)
-        stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-        save_file(stored, aside / "model.safetensors", metadata={"format": "pt"})
-        (aside / "model.safetensors").chmod(0o644)
-        (aside / "config.json").write_text(json.dumps(public_config(config, dtype), indent=2) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+    tensors["fc.weight"] = folded * (_STORED_RMS / folded.square().mean().sqrt())
+    stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(public_config(config, dtype), indent=2) + "\n", encoding="utf-8")
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors writes with mode 0600
 
 
-def public_config(config: DrafterConfig, dtype: torch.dtype) -> dict:
+def public_config(config: DrafterConfig, dtype: torch.dtype) -> dict[str, object]:
     """config.json of the public Domino checkpoints: backbone as Qwen3, the rest under `dflash_config`."""
     special: dict[str, object] = {
         "mask_token_id": config.mask_token_id,

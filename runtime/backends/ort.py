@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from domino_deploy.bundle import BACKBONE_GRAPH, HEAD_GRAPH, TARGET_GRAPH, Bundle
 from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
-from domino_deploy.errors import BundleError
+from domino_deploy.runtime.backends.ort_graph import failing_as_bundle_error, open_graph
 from domino_deploy.runtime.kv_cache import CacheRows, block_mask, causal_mask, sliding_block_mask
 from domino_deploy.runtime.protocols import FloatArray, IntArray, Proposal, TargetRows
 from domino_deploy.signature import (
@@ -194,11 +194,12 @@ class BoundGraph:
         threads: threads inside an operator; None for ONNX Runtime's default, one per physical core.
 
     Raises:
-        BundleError: ONNX Runtime refuses the graph.
+        BundleError: ONNX Runtime refuses the graph, or it is not the graph of this signature.
     """
 
     def __init__(self, graph_file: Path, signature: GraphSignature, threads: int | None = None) -> None:
-        self._session = _session(graph_file, threads)
+        self._file = graph_file
+        self._session = open_graph(graph_file, signature, _options(threads))
         self._binding = self._session.io_binding()
         specs = (*signature.inputs, *signature.outputs)
         self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in specs}
@@ -241,7 +242,13 @@ class BoundGraph:
         self._slots = 0
 
     def run(self) -> None:
-        self._session.run_with_iobinding(self._binding)
+        """One pass.
+
+        Raises:
+            BundleError: an operator of the graph fails.
+        """
+        with failing_as_bundle_error(self._file, "runs"):
+            self._session.run_with_iobinding(self._binding)
 
     def _memory(self, name: str, shape: tuple[int, ...], bind: Bind) -> Array:
         array = self._bound.get(name)
@@ -258,16 +265,11 @@ class BoundGraph:
         self._bound[name] = array
 
 
-def _session(graph_file: Path, threads: int | None) -> onnxruntime.InferenceSession:
+def _options(threads: int | None) -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or 0  # 0: one per physical core
     options.inter_op_num_threads = 1
     # Threads wait for the next operator by spinning, which is ONNX Runtime's default; but not beyond the pass, since the
     # sessions of target, backbone and head take turns and would take each other's cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    try:
-        return onnxruntime.InferenceSession(graph_file, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime's errors have no common base but this
-        raise BundleError(
-            f"Expected a graph that ONNX Runtime can open at {graph_file}, found: {error} Export the bundle again."
-        ) from error
+    return options
