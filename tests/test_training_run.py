@@ -264,6 +264,28 @@ def test_a_small_run_learns_and_writes_everything(target_folder, tmp_path):
     assert open_drafter(tmp_path / "out").config.block_size == 4
 
 
+def test_a_run_goes_on_from_a_trained_drafter(target_folder, tmp_path):
+    prompts, numbers = write_prompts(tmp_path / "prompts.jsonl"), {"max_prompt_tokens": 200, "max_new_tokens": 24, "batch_size": 8}
+    first = dataclasses.replace(RECIPE, steps=150, evaluate_every=1000)
+    train_from_prompts(target_folder, prompts, tmp_path / "first", work=tmp_path / "work", recipe=first, **numbers)
+    more = dataclasses.replace(RECIPE, steps=2, learning_rate=1e-9)
+    train_from_prompts(target_folder, prompts, tmp_path / "more", work=tmp_path / "work", recipe=more, start=tmp_path / "first", **numbers)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "more"))
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=4e-3, atol=1e-4, msg=name)
+
+
+def test_a_start_of_another_shape_is_refused_by_field(target_folder, tmp_path):
+    prompts, numbers = write_prompts(tmp_path / "prompts.jsonl"), {"max_prompt_tokens": 200, "max_new_tokens": 8, "batch_size": 8}
+    train_from_prompts(target_folder, prompts, tmp_path / "first", work=tmp_path / "work", recipe=RECIPE, **numbers)
+    wider = dataclasses.replace(RECIPE, emb_dim=12)
+    with pytest.raises(TrainingError, match="emb_dim must be 12, found 8"):
+        train_from_prompts(
+            target_folder, prompts, tmp_path / "more", work=tmp_path / "work", recipe=wider, start=tmp_path / "first", **numbers
+        )
+    assert not (tmp_path / "more").exists()
+
+
 def test_the_same_seed_gives_the_same_drafter(target_folder, tmp_path):
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     for name in ("a", "b"):

@@ -10,6 +10,7 @@ import click
 
 from domino_deploy.cli.console import progress
 from domino_deploy.cli.extras import needs
+from domino_deploy.errors import RequestError, TrainingError
 from domino_deploy.training.recipe import Recipe
 
 # Recipe fields that users change; each default is the recipe's own.
@@ -23,6 +24,7 @@ _RECIPE_OPTIONS = {
     "sequences": "Samples a step.",
     "anchors": "Random blocks in each sample.",
     "learning_rate": "Peak learning rate.",
+    "lambda_start": "Weight of the base logits' loss at the first step; it falls linearly to 0.",
     "gamma": "Position decay: proposal j weighs exp(-j / gamma).",
     "held_out": "Samples kept for measuring tau.",
     "evaluate_every": "Steps between those measurements.",
@@ -45,6 +47,7 @@ def _recipe_options(command: click.Command) -> click.Command:
 @click.option(
     "--prompts", type=click.Path(path_type=Path), required=True, metavar="FILE", help='JSONL with "prompt", "turns" or "messages".'
 )
+@click.option("--start", metavar="DRAFTER", help="Trained drafter to go on from.  [default: the target's last layers]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Drafter folder to make.")
 @click.option(
     "--work",
@@ -63,6 +66,7 @@ def _train(
     *,
     target: str,
     target_revision: str | None,
+    start: str | None,
     prompts: Path,
     output: Path,
     work: Path,
@@ -78,7 +82,10 @@ def _train(
     teacher-forced GRU and the base-anchored curriculum. DIR holds the drafter in the public checkpoint layout, its
     recipe and its metrics.
     """
-    recipe = Recipe(**recipe_values)
+    try:
+        recipe = Recipe(**recipe_values)
+    except TrainingError as error:  # here it is the flags that are wrong
+        raise RequestError(str(error)) from error
     with needs("train"):
         from domino_deploy.training.pipeline import train_from_prompts
 
@@ -90,6 +97,7 @@ def _train(
             work=work,
             recipe=recipe,
             target_revision=target_revision,
+            start=start,
             max_prompt_tokens=max_prompt_tokens,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
+from domino_deploy.checkpoint import Checkpoint
 from domino_deploy.checkpoint_drafter import default_target_layer_ids
 from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
 from domino_deploy.errors import TrainingError, listed
 from domino_deploy.model.drafter import DrafterModel
+from domino_deploy.model.loading import load_drafter
 from domino_deploy.model.target import TargetModel
 from domino_deploy.training.recipe import Recipe
 
@@ -84,6 +88,27 @@ def new_drafter(target: TargetModel, config: DrafterConfig, sample_ids: Tensor) 
     drafter.fc.weight[:, nearest * width : (nearest + 1) * width] += torch.eye(width)
     if drafter.head is not None:
         drafter.head.codebook_VR.zero_()  # the first corrected logits are the base logits
+    return drafter
+
+
+def started_drafter(checkpoint: Checkpoint[DrafterConfig], config: DrafterConfig, scales: Tensor) -> DrafterModel:
+    """A trained drafter to go on from, made to take features divided by `scales`.
+
+    Raises:
+        TrainingError: it is of another shape than the recipe asks for.
+    """
+    if checkpoint.config != config:
+        fields = [
+            field.name for field in dataclasses.fields(config) if getattr(config, field.name) != getattr(checkpoint.config, field.name)
+        ]
+        problems = [f"{name} must be {getattr(config, name)}, found {getattr(checkpoint.config, name)}" for name in fields]
+        raise TrainingError(
+            listed(f"{checkpoint.source}: another shape than the recipe's", problems, "Change the recipe, or start elsewhere.")
+        )
+    drafter = load_drafter(checkpoint).train()
+    with torch.no_grad():
+        # save_drafter's folding, undone; `hidden_norm` makes the common factor immaterial.
+        drafter.fc.weight.mul_(scales.repeat_interleave(config.hidden_size))
     return drafter
 
 

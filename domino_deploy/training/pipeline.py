@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from domino_deploy.checkpoint import CONFIG, WEIGHTS, Checkpoint, open_target
+from domino_deploy.checkpoint import CONFIG, WEIGHTS, Checkpoint, open_drafter, open_target
 from domino_deploy.checkpoint_text import chat_template, special_tokens, tokenizer_file
 from domino_deploy.config import TargetConfig
 from domino_deploy.errors import TrainingError
@@ -35,6 +35,7 @@ def train_from_prompts(
     max_new_tokens: int,
     batch_size: int,
     target_revision: str | None = None,
+    start: str | Path | None = None,
     overwrite: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Acceptance | None:
@@ -50,18 +51,20 @@ def train_from_prompts(
         max_new_tokens: longest response, tokens.
         batch_size: responses decoded together.
         target_revision: of a hub target.
+        start: a trained drafter to go on from (folder or hub id); None for the target's own last layers.
         overwrite: replace an existing drafter at `output`.
         progress: told each step as it goes.
 
     Raises:
         TrainingError: bad prompts, too few samples, an output that may not be replaced, a work folder of another target, a loss
             that is not finite.
-        CheckpointError: a target that cannot be used.
+        CheckpointError: a target, or a drafter to start from, that cannot be used.
     """
     _refuse_existing(output, overwrite)
     conversations = read_messages(prompts)
     checkpoint = open_target(target, revision=target_revision)
     config = drafter_config(checkpoint.config, recipe)
+    started = None if start is None else open_drafter(start)
     tokenised = tokenise(conversations, _tokenizer(checkpoint), max_prompt_tokens)
     _claim(work, {"target": str(checkpoint.folder.resolve()), "dtype": recipe.dtype, "max_new_tokens": max_new_tokens})
     responses, done = work / "responses.jsonl", 0
@@ -81,7 +84,7 @@ def train_from_prompts(
         progress(f"{state.phase} {state.done}/{state.total}  {state.note}")
 
     model = load_target(checkpoint, config.target_layer_ids)
-    return train(model, config, samples, recipe, output, work=work, on_progress=on_progress)
+    return train(model, config, samples, recipe, output, work=work, start=started, on_progress=on_progress)
 
 
 def _refuse_existing(output: Path, overwrite: bool) -> None:

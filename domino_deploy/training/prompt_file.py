@@ -20,15 +20,17 @@ def read_messages(path: Path) -> list[list[dict[str, str]]]:
     Raises:
         TrainingError: the file is missing or empty, or lines are of another form (all named).
     """
-    if not path.is_file():
-        raise TrainingError(f"Expected a JSONL file of prompts at {path}, found none. Name an existing file.")
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")  # not splitlines: U+2028 may stand inside a JSON string
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainingError(f"{path}: expected a JSONL file of prompts in UTF-8, found none ({error}). Check the path.") from error
     conversations, problems = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             conversations.append(_messages(json.loads(line)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(f"line {number}: {error}")
     if problems:
         shown = shortened(problems, most=20)

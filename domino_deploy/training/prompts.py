@@ -34,6 +34,22 @@ _OBJECTS = (
     "alphabet | the temperatures of a week | the prices in a shopping cart | the scores of a class | the names in a list | "
     "the dates in a list"
 ).split(" | ")
+_FAMILY_VERBS = (
+    "returns the sum of | returns the average of | returns the largest of | returns the smallest of | counts | sorts | "
+    "reverses | removes the duplicates from | finds the most common of | finds the second largest of | returns the median of | "
+    "checks for duplicates in | returns the unique ones among | multiplies together | doubles each of | returns the last of"
+).split(" | ")
+_FAMILY_OBJECTS = (
+    "a list of integers | a list of floats | a tuple of numbers | a set of integers | a list of strings | "
+    "the digits of a number | the words in a sentence | the characters in a string | the even numbers in a list | "
+    "the odd numbers in a list"
+).split(" | ")
+_FAMILY_PHRASINGS = (
+    "Write a Python function that {task}.",
+    "Write a function in Python that {task}.",
+    "Please write a short Python function that {task}.",
+    "Implement a Python function that {task}, with an example.",
+)
 _NAMES = (
     "Anna | Ben | Carla | David | Elena | Farid | Grace | Hiro | Ines | Jonas | Kofi | Lena | Maya | Noah | Olga | Pablo | "
     "Quinn | Rosa | Samir | Tara | Uma | Viktor | Wendy | Yusuf"
@@ -97,7 +113,22 @@ def is_held_out(prompt: str) -> bool:
 
 
 def templated_code(split: Split) -> list[str]:
-    """The demo's stated family: one Python function asked for by a verb and an object."""
+    """The demo's stated family: one Python function asked for by a verb and an object, in one of four phrasings.
+
+    A combination of verb and object is held out in all phrasings.
+    """
+    prompts = []
+    for verb in _FAMILY_VERBS:
+        for thing in _FAMILY_OBJECTS:
+            task = f"{verb} {thing}"
+            if is_held_out(f"Write a Python function that {task}.") == (split == "held-out"):
+                prompts += [phrasing.format(task=task) for phrasing in _FAMILY_PHRASINGS]
+    random.Random(_SEED).shuffle(prompts)
+    return prompts
+
+
+def broad_code(split: Split) -> list[str]:
+    """As the family, in its first phrasing, over more verbs and objects than go well together."""
     return _shuffled([f"Write a Python function that {verb} {thing}." for verb in _VERBS for thing in _OBJECTS], split)
 
 

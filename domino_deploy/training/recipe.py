@@ -68,6 +68,8 @@ class Recipe:
         for name in ("warmup_ratio", "lambda_start", "lambda_decay_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 problems.append(f"{name} must lie in [0, 1], found {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            problems.append(f"seed must lie in [0, 2**63), found {self.seed}")
         proposals = self.block_size if self.shift_label else self.block_size - 1
         if not 0 <= self.pure_draft_prefix_len < proposals:
             problems.append(f"pure_draft_prefix_len must lie in [0, {proposals}), found {self.pure_draft_prefix_len}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from domino_deploy.aside import written_aside
+from domino_deploy.checkpoint import Checkpoint
 from domino_deploy.config import DrafterConfig
 from domino_deploy.errors import TrainingError
 from domino_deploy.model.drafter import DrafterModel
@@ -22,7 +23,7 @@ from domino_deploy.model.target import TargetModel
 from domino_deploy.training.batches import Batch, BatchSampler
 from domino_deploy.training.evaluate import Acceptance, acceptance
 from domino_deploy.training.features import Corpus, corpus_of
-from domino_deploy.training.initialise import new_drafter
+from domino_deploy.training.initialise import new_drafter, started_drafter
 from domino_deploy.training.objective import Losses, curriculum, losses, softmax_vocabulary
 from domino_deploy.training.recipe import Recipe
 from domino_deploy.training.regenerate import Sample
@@ -51,6 +52,7 @@ def train(
     output: Path,
     *,
     work: Path,
+    start: Checkpoint[DrafterConfig] | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Acceptance | None:
     """Train a drafter and write it to `output` (config.json, model.safetensors, metrics.jsonl, recipe.json).
@@ -62,19 +64,24 @@ def train(
         recipe: everything else.
         output: folder of the drafter; what stands there is replaced at the end.
         work: folder for the features.
+        start: a trained drafter to go on from; None for the target's own last layers.
         on_progress: told about every phase.
 
     Returns:
         The held-out acceptance at the end; None if nothing was held out.
 
     Raises:
-        TrainingError: no usable samples, or a loss that is not finite.
+        TrainingError: no usable samples, a `start` of another shape, or a loss that is not finite.
     """
     torch.manual_seed(recipe.seed)
     corpus = _corpus(target, _usable(samples, recipe), recipe, work, on_progress)
     count = len(corpus.samples)
     training, held_out = range(count - recipe.held_out), range(count - recipe.held_out, count)
-    drafter = new_drafter(target.requires_grad_(False), config, torch.tensor([corpus.samples[0].token_ids]))
+    target.requires_grad_(False)
+    if start is None:
+        drafter = new_drafter(target, config, torch.tensor([corpus.samples[0].token_ids]))
+    else:
+        drafter = started_drafter(start, config, corpus.scales)
     batches = BatchSampler(corpus, training, config, sequences=recipe.sequences, anchors=recipe.anchors, seed=recipe.seed)
     vocabulary_of = _softmax_vocabulary(corpus, training, recipe, config.vocab_size)
 
