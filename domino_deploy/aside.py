@@ -40,12 +40,13 @@ def _swap(aside: Path, path: Path) -> None:
         aside.rename(path)
         return
     old = _hidden_sibling(path)
-    path.rename(old / path.name)
     try:
+        path.rename(old / path.name)
         aside.rename(path)
     except BaseException:
-        (old / path.name).rename(path)
-        old.rmdir()
+        if (old / path.name).exists() and not path.exists():  # another run may have put its own folder there meanwhile
+            (old / path.name).rename(path)
+        shutil.rmtree(old, ignore_errors=True)
         raise
     try:
         shutil.rmtree(old)

@@ -24,7 +24,7 @@ from domino_deploy import checkpoint, checkpoint_text
 from domino_deploy.aside import written_aside
 from domino_deploy.config import DrafterConfig, TargetConfig
 from domino_deploy.config_json import from_json, to_json
-from domino_deploy.errors import BundleError, listed
+from domino_deploy.errors import BundleError, ExportError, listed
 from domino_deploy.signature import TensorSpec
 
 FORMAT_VERSION = 1
@@ -134,6 +134,8 @@ def open_bundle(path: str | Path, *, check_hashes: bool = False) -> Bundle:
     files = {name: graph.file for name, graph in manifest.graphs.items()}
     problems += [f"graphs.{name}: expected {file}, found {files.get(name)}" for name, file in GRAPHS.items() if files.get(name) != file]
     problems += [f"graphs.{name}: unknown graph" for name in files if name not in GRAPHS]
+    if manifest.dtype != "float32":
+        problems.append(f"dtype: expected float32, found {manifest.dtype!r:.40}")
     count, most = manifest.num_speculative_tokens, manifest.drafter.num_proposals
     if not 1 <= count <= most:
         problems.append(f"num_speculative_tokens: expected 1 to {most}, the drafter's proposals, found {count}")
@@ -156,16 +158,31 @@ def create_bundle(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
 
     Raises:
         BundleError: `path` exists and may not be replaced, or its parent cannot be written to.
+        ExportError: writing failed half way, or another export was faster.
     """
     path = Path(path).absolute()
     _refuse_existing(path, overwrite)
-    with ExitStack() as stack:
+    with _writing(path), ExitStack() as stack:
         try:
             aside = stack.enter_context(written_aside(path))
         except OSError as error:
             raise BundleError(f"{path}: expected a folder that can be written to, found: {error}. Choose another output folder.") from error
         yield aside
         _refuse_existing(path, overwrite)  # once more: exporting takes its time
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Makes a full disk, or another export into the same place, an error that names the bundle."""
+    try:
+        yield
+    except BrokenPipeError:  # of whoever listens to the progress
+        raise
+    except OSError as error:
+        raise ExportError(
+            f"{path}: expected to write the bundle there, found: {error}. Nothing was changed. "
+            "Free disk space or choose another output folder, and let one export at a time write there."
+        ) from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

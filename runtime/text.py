@@ -87,6 +87,9 @@ class IncrementalDetokenizer:
     A token's text depends on its neighbours (merged bytes, leading spaces), so a window of recent tokens is decoded
     with and without the new one, and the difference is the piece.  Nothing is given out while the window ends inside a
     character (it decodes to U+FFFD); `flush` gives out what is left, a broken character included.
+
+    One exception: a decoder that falls back to byte tokens shows a whole run of them as U+FFFD once one byte is wrong, also
+    the characters before it, which were given out already.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

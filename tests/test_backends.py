@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -250,3 +253,33 @@ def test_a_damaged_graph_is_named(tmp_path: Path, tiny_bundle):
     config = open_bundle(tiny_bundle)
     with pytest.raises(BundleError, match=r"target\.onnx.*Export the bundle again"):
         ort.OrtTarget(broken, config.target, config.drafter.feature_size, CAPACITY)
+
+
+def test_a_graph_in_the_place_of_another_is_refused_when_opened(tiny_bundle):
+    config = open_bundle(tiny_bundle)
+    with pytest.raises(
+        BundleError, match=r"(?s)backbone\.onnx: the graph is not the one.*input input_ids: missing.*input block_ids: unknown"
+    ):
+        ort.OrtTarget(tiny_bundle / "backbone.onnx", config.target, config.drafter.feature_size, CAPACITY)
+
+
+def test_a_graph_of_another_shape_is_refused_when_opened(tiny_bundle):
+    config = open_bundle(tiny_bundle)
+    other = replace(config.target, vocab_size=400)
+    with pytest.raises(BundleError, match=r"output logits: expected float32 \['batch', 'logit_rows', 400\], found .*300"):
+        ort.OrtTarget(tiny_bundle / "target.onnx", other, config.drafter.feature_size, CAPACITY)
+
+
+def test_an_operator_that_fails_names_the_graph(tmp_path, tiny_bundle):
+    folder = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    model = onnx.load(folder / "target.onnx", load_external_data=False)
+    gather = next(node for node in model.graph.node if node.op_type == "Gather" and "input_ids" in node.input)
+    far = onnx.helper.make_tensor("far", onnx.TensorProto.INT64, [], [10**6])
+    model.graph.initializer.append(far)
+    model.graph.node.insert(0, onnx.helper.make_node("Add", ["input_ids", "far"], ["moved_ids"]))
+    gather.input[list(gather.input).index("input_ids")] = "moved_ids"
+    onnx.save(model, folder / "target.onnx")
+    config = open_bundle(tiny_bundle)
+    target = ort.OrtTarget(folder / "target.onnx", config.target, config.drafter.feature_size, CAPACITY)
+    with pytest.raises(BundleError, match=r"a graph that runs .*target\.onnx.*Export the bundle again"):
+        target.forward([1, 2], 1)

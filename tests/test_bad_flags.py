@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,3 +179,24 @@ class TestExport:
     ) -> None:
         drafter = write_drafter(tmp_path / "drafter", pair[1], **changes)
         self.refuse(drafter, pair[1], tmp_path / "out", 4, *fragments)
+
+
+class TestText:
+    @pytest.mark.parametrize("option", ["--prompt", "--system", "--stop"])
+    def test_an_option_that_is_not_utf8_is_refused(self, option: str, tiny_bundle: Path) -> None:
+        arguments = ["--prompt", "x"] if option != "--prompt" else []
+        check(run("generate", tiny_bundle, *arguments, option, "a\udcff"), 2, option, "UTF-8", "byte 1")
+
+    def test_standard_input_that_is_not_utf8_is_refused(self, tiny_bundle: Path) -> None:
+        done = CliRunner().invoke(main, ["generate", str(tiny_bundle)], input=b"caf\xe9")
+        check(done, 2, "UTF-8", "standard input", "byte 3")
+
+    def test_a_closed_standard_input_is_no_prompt(self, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("domino_deploy.cli.generate.sys", SimpleNamespace(stdin=None))
+        check(run("generate", tiny_bundle), 2, "Expected a prompt, found none")
+
+
+def test_training_values_out_of_range_are_wrong_usage(tmp_path: Path) -> None:
+    flags = ["--target", "t", "--prompts", "p", "-o", str(tmp_path / "d"), "--work", str(tmp_path / "w")]
+    check(run("train", *flags, "--steps", "0", "--seed", "-1"), 2, "steps must be at least 1, found 0", "seed must lie in")
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from domino_deploy.errors import RequestError
@@ -24,6 +25,16 @@ def start(prompt, *, drafter=None, count=0, **params):
         ("stop_strings", "end"),
         ("stop_token_ids", (-1,)),
         ("num_speculative_tokens", -1),
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", "5"),
+        ("max_new_tokens", True),
+        ("stop_strings", None),
+        ("stop_strings", (b"end",)),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", ("end",)),
+        ("stop_token_ids", (1.5,)),
+        ("num_speculative_tokens", 1.5),
+        ("sampling", None),
     ],
 )
 def test_a_value_out_of_range_is_named(name, value):
@@ -71,3 +82,14 @@ def test_speculation_without_a_drafter_is_refused():
 def test_all_faults_of_a_request_are_named_at_once():
     with pytest.raises(RequestError, match=r"(?s)3 value.*prompt tokens.*stop token ids.*num_speculative_tokens"):
         start([99], stop_token_ids=(99,), count=3)
+
+
+@pytest.mark.parametrize("prompt", ["text", [1.0, 2.0], [None]])
+def test_a_prompt_that_is_no_token_ids_says_how_to_make_them(prompt):
+    with pytest.raises(RequestError, match=r"must be token ids, as Session\.prompt_ids makes them, found"):
+        start(prompt)
+
+
+def test_numpy_token_ids_are_token_ids():
+    ids = np.array([1, 2, 3])
+    assert [step.token_ids for step in start(ids, max_new_tokens=3)] == [step.token_ids for step in start(ids.tolist(), max_new_tokens=3)]

@@ -103,6 +103,13 @@ class TestPromptSets:
         assert "line 1" not in message
         assert '"turns"' in message
 
+    @pytest.mark.parametrize("cut", [5, 20, -9], ids=["header", "data", "checksum"])
+    def test_a_torn_gzip_file_is_refused(self, cut: int, tmp_path: Path) -> None:
+        file = tmp_path / "mine.jsonl.gz"
+        file.write_bytes(gzip.compress(b'{"prompt": "fine"}\n' * 50)[:cut])
+        with pytest.raises(RequestError, match="expected a JSONL file"):
+            tasks.select([], [file], 5)
+
     def test_many_bad_lines_are_counted(self, tmp_path: Path) -> None:
         (tmp_path / "mine.jsonl").write_text("bad\n" * 25)
         with pytest.raises(RequestError, match="and 15 more"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from domino_deploy.bundle import MANIFEST, create_bundle, open_bundle
 from domino_deploy.config import DrafterConfig, DrafterKind, Family, RopeConfig, RopeType, TargetConfig
 from domino_deploy.config_json import from_json, to_json
-from domino_deploy.errors import BundleError
+from domino_deploy.errors import BundleError, ExportError
 from tests.support.bundles import DRAFTER, TARGET, contents, fill, manifest_of
 
 TARGETS = [dataclasses.replace(TARGET, family=family, tie_word_embeddings=tied) for family in Family for tied in (True, False)]
@@ -129,6 +130,17 @@ def test_an_interrupted_process_leaves_nothing_behind(tmp_path: Path) -> None:
     assert contents(tmp_path) == {}
 
 
+def test_a_full_disk_is_an_error_that_names_the_bundle(tmp_path: Path) -> None:
+    def write() -> None:
+        with create_bundle(tmp_path / "out") as folder:
+            fill(folder)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ExportError, match=r"out: expected to write the bundle there, found: .*No space left.*Free disk space"):
+        write()
+    assert contents(tmp_path) == {}
+
+
 class TestOverwrite:
     @pytest.fixture
     def old(self, tmp_path: Path) -> Path:
@@ -173,8 +185,19 @@ class TestOverwrite:
             return rename(self, target)
 
         monkeypatch.setattr(Path, "rename", failing_second)
-        with pytest.raises(OSError, match="no space left"), create_bundle(old, overwrite=True) as folder:
+        with pytest.raises(ExportError, match="no space left"), create_bundle(old, overwrite=True) as folder:
             fill(folder, "new")
+        assert contents(old.parent) == before
+
+    def test_says_so_when_another_export_was_faster(self, old: Path) -> None:
+        def taken_away(self: Path, target: Path) -> Path:
+            raise FileNotFoundError(2, "No such file or directory", str(self))
+
+        before = contents(old.parent)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "rename", taken_away)
+            with pytest.raises(ExportError, match="one export at a time"), create_bundle(old, overwrite=True) as folder:
+                fill(folder, "new")
         assert contents(old.parent) == before
 
     def test_replaces_a_bundle_of_another_version(self, old: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -103,6 +104,44 @@ def test_ctrl_c_exits_with_the_shells_code(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr("domino_deploy.cli.inspect.describe", Failing(KeyboardInterrupt()))
     done = CliRunner().invoke(main, ["inspect", str(tmp_path)])
     assert (done.exit_code, done.stderr) == (130, "\nInterrupted.\n")
+
+
+def test_sigterm_cleans_up_as_ctrl_c_does(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from domino_deploy.bundle import create_bundle
+from domino_deploy.cli import inspect, main
+def half_a_bundle(path):
+    with create_bundle({str(tmp_path / "out")!r}) as folder:
+        (folder / "target.onnx").write_text("half")
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+inspect.describe = half_a_bundle
+main(["inspect", "x"])
+"""
+    done = python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("domino_deploy.cli.inspect.describe", Failing(OSError(errno.ENOSPC, "No space left on device", "drafter")))
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path)])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "found a full disk at drafter" in done.stderr
+
+
+def test_a_character_that_the_terminal_lacks_does_not_end_the_run() -> None:
+    code = "from domino_deploy.cli import inspect, main; inspect.describe = lambda path: {'text': '東京'}; main(['inspect', 'x'])"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (0, b"text: \\u6771\\u4eac\n"), done.stderr
+
+
+def test_bytes_that_the_locale_cannot_decode_are_read_as_utf8() -> None:
+    assert console.as_utf8("plain ä", "--prompt") == "plain ä"
+    assert console.as_utf8(os.fsdecode("東京".encode()), "--prompt") == "東京"
+    assert console.as_utf8("東京".encode().decode("ascii", "surrogateescape"), "--prompt") == "東京"
 
 
 def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -93,3 +93,11 @@ def test_a_bundles_table_gives_the_caches_of_all_layers_one_row(tiny_bundle: Pat
     lines = CliRunner().invoke(main, ["inspect", str(tiny_bundle)]).stdout.splitlines()
     caches = [line for line in lines if line.startswith("input\tkey_cache")]
     assert [line.split("\t")[1] for line in caches] == ["key_cache.* (4 layers)", "key_cache.* (2 layers)"]
+
+
+@pytest.mark.parametrize("content", [b"not a graph", b""], ids=["garbage", "empty"])
+def test_an_onnx_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "torn.onnx").write_bytes(content)
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path / "torn.onnx")])
+    assert (done.exit_code, done.stdout) == (4, "")
+    assert "torn.onnx: expected an ONNX graph" in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from domino_deploy.bundle import TOKENIZER, open_bundle
+from domino_deploy.bundle import CHAT_TEMPLATE, TOKENIZER, open_bundle
 from domino_deploy.errors import BundleError, CapacityError, MissingDependencyError, RequestError
 from domino_deploy.runtime import session as session_module
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
@@ -130,6 +132,41 @@ def test_a_request_overtaken_by_another_says_so_and_the_other_is_unharmed(tokeni
     assert len(list(second)) == 3
 
 
+def test_a_request_overtaken_before_its_first_step_leaves_the_cache_alone(tokenizer):
+    session, prompt = replaying(tokenizer, tokenizer.encode(ANSWER), speculative=True)
+    first, second = (session.steps(prompt, GenerationParams(max_new_tokens=20)) for _ in range(2))
+    next(second)
+    length = session.target.length
+    with pytest.raises(RequestError, match="one request at a time"):
+        next(first)
+    assert session.target.length == length
+    assert len(list(second)) == 3
+
+
+def test_a_request_does_not_start_on_a_closed_session(tokenizer):
+    session, prompt = replaying(tokenizer, tokenizer.encode(ANSWER), speculative=True)
+    waiting = session.steps(prompt, GenerationParams())
+    session.close()
+    with pytest.raises(RequestError, match="session closed"):
+        next(waiting)
+
+
+def test_a_consumer_that_fails_half_way_does_no_harm_to_the_next_request(tiny_bundle):
+    params = GenerationParams(max_new_tokens=20, ignore_eos=True)
+    with Session.open(tiny_bundle, threads=1) as session:
+        prompt, other = session.prompt_ids("Count to ten"), session.prompt_ids("A much longer prompt than the other one, about dogs.")
+        expected = [step.token_ids for step in session.steps(prompt, params)]
+
+        def fail_on_the_second_chunk():
+            for index, _ in enumerate(session.generate(other, params)):
+                if index:
+                    raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail_on_the_second_chunk()
+        assert [step.token_ids for step in session.steps(prompt, params)] == expected
+
+
 def test_a_closed_session_says_so(tokenizer):
     session, prompt = replaying(tokenizer, tokenizer.encode(ANSWER), speculative=True)
     running = session.steps(prompt, GenerationParams())
@@ -189,6 +226,20 @@ def test_defaults_come_from_the_target_and_the_drafter(tiny_bundle, monkeypatch)
 def test_session_values_out_of_range_are_all_named(tiny_bundle):
     with pytest.raises(RequestError, match=r"(?s)max_model_len must lie in \[1, 512\].*found 513.*threads must lie in \[1, \d+\].*found 0"):
         Session.open(tiny_bundle, max_model_len=513, threads=0)
+
+
+def test_threads_beyond_the_processors_are_refused(tiny_bundle):
+    processors = os.cpu_count() or 1
+    with pytest.raises(RequestError, match=rf"threads must lie in \[1, {processors}\].*found {processors + 1}"):
+        Session.open(tiny_bundle, threads=processors + 1)
+
+
+def test_a_chat_template_that_is_not_utf8_is_a_damaged_bundle(tiny_bundle, tmp_path):
+    folder = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    size = (folder / CHAT_TEMPLATE).stat().st_size
+    (folder / CHAT_TEMPLATE).write_bytes(b"\xff" * size)
+    with pytest.raises(BundleError, match=r"chat_template\.jinja: expected text in UTF-8"):
+        Session.open(folder)
 
 
 @pytest.mark.parametrize(

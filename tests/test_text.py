@@ -212,3 +212,33 @@ def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(BundleError, match="does not parse"):
         Tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_text_that_utf8_cannot_hold_is_a_bad_request(tokenizer):
+    with pytest.raises(RequestError, match=r"lone surrogate '\\udcff' at character 1"):
+        tokenizer.encode("a\udcff")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 9**9**9 > 1 }}", r"the operator \*\* is not available"),
+        ("{{ lipsum(1000000) }}", "lipsum' is undefined"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}endless{% endfor %}{% endfor %}", "more than .* characters of output"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ messages[99].content.x }}", "no element 99"),
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_a_bad_request(tmp_path, template, reason):
+    write_tokenizer(tmp_path)
+    with pytest.raises(RequestError, match=reason):
+        Tokenizer(tmp_path / "tokenizer.json", chat_template=template).render_chat(MESSAGES)
+
+
+def test_special_tokens_do_not_replace_the_messages(tmp_path):
+    write_tokenizer(tmp_path)
+    special = {"messages": "none", "add_generation_prompt": "x", "self": "y"}
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json", chat_template="{{ messages[0].content }}", special_tokens=special)
+    assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "Hi"

@@ -202,6 +202,8 @@ def test_a_response_without_an_anchor_is_refused():
         ({"pure_draft_prefix_len": 8}, "pure_draft_prefix_len"),
         ({"dtype": "float16"}, "dtype"),
         ({"steps": 0, "anchors": 0}, "anchors"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
     ],
 )
 def test_recipe_values_out_of_range_are_named(change, found):

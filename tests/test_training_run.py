@@ -358,3 +358,22 @@ def test_prompt_files_that_cannot_be_used_are_named(tmp_path, text, found):
     path.write_text(text)
     with pytest.raises(TrainingError, match=found):
         read_messages(path)
+
+
+def test_a_line_separator_inside_a_prompt_does_not_end_its_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8")
+    assert read_messages(path) == [[{"role": "user", "content": "one\u2028two"}]]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [(None, "No such file"), (b"\xff\n", "utf-8"), (b"[" * 100_000, "line 1: .*recursion")],
+    ids=["missing", "not UTF-8", "nested"],
+)
+def test_a_prompt_file_that_cannot_be_read_is_refused(tmp_path, content, found):
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TrainingError, match=found):
+        read_messages(path)

@@ -290,3 +290,9 @@ def test_a_tokenizer_of_another_model_is_refused(copy: Path, tiny_bundle: Path) 
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(VerificationError, match="expected token ids below the target's 300, found 39"):
         compared(copy, tiny_bundle)
+
+
+def test_a_graph_in_the_place_of_another_is_refused(copy: Path, tiny_bundle: Path) -> None:
+    shutil.copyfile(copy / "head.onnx", copy / "backbone.onnx")
+    with pytest.raises(BundleError, match=r"(?s)backbone\.onnx: the graph is not the one.*input block_ids: missing"):
+        compared(copy, tiny_bundle)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,7 @@ def _read(path: Path) -> list[str]:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = content.decode("utf-8").split("\n")  # not splitlines: U+2028 may stand inside a JSON string
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:  # gzip raises the second and third for torn files
         raise RequestError(f"{path}: expected a JSONL file in UTF-8, found none ({error}). Check the path.") from error
     prompts, problems = [], []
     for number, line in enumerate(lines, start=1):
@@ -155,7 +156,7 @@ def _prompt(line: str) -> str | None:
     """The first turn, or None if the line is no prompt."""
     try:
         record: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
         return None

@@ -6,7 +6,13 @@ a message and an exit code; an unexpected exception keeps its traceback.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -24,7 +30,9 @@ COMMANDS = {
     "inspect": "Show what a bundle, a checkpoint or an ONNX file holds.",
     "train": "Train a Domino drafter for a target.",
 }
-_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+# 128 + the signal, as shells report it
+_INTERRUPTED = 128 + signal.SIGINT
+_TERMINATED = 128 + signal.SIGTERM
 
 
 class CommandFailure(click.ClickException):
@@ -52,12 +60,31 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _termination_unwinds():
+                return super().invoke(ctx)
         except DominoDeployError as error:
             raise CommandFailure(error) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            where = "" if error.filename is None else f" at {error.filename}"
+            raise click.ClickException(f"Expected room for what is written, found a full disk{where}. Free some and try again.") from error
         except KeyboardInterrupt:
             click.echo("\nInterrupted.", err=True)
             ctx.exit(_INTERRUPTED)
+
+
+@contextmanager
+def _termination_unwinds() -> Iterator[None]:
+    """Makes SIGTERM an exit that cleans up on its way, as Ctrl-C does; by default it would leave half a bundle behind."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @click.group(
@@ -78,4 +105,7 @@ def main(ctx: click.Context, *, quiet: bool, verbose: bool) -> None:
     """
     if quiet and verbose:
         raise click.UsageError("Expected at most one of --quiet and --verbose, found both. Drop one.")
+    if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+        # A character that the terminal's encoding lacks is written as an escape; by default it would end the run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     ctx.obj = Verbosity.QUIET if quiet else Verbosity.VERBOSE if verbose else Verbosity.NORMAL

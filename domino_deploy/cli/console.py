@@ -71,12 +71,13 @@ def echo_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
 
 
 def as_utf8(argument: str, name: str) -> str:
-    """An argument of the command line read as UTF-8, whatever the locale made of its bytes.
+    """An argument of the command line; bytes that the locale could not decode are read as UTF-8.
 
     Raises:
-        RequestError: it is not UTF-8.
+        RequestError: they are not UTF-8 either.
     """
-    return argument if argument.isascii() else from_utf8(os.fsencode(argument), name)
+    has_undecoded = any("\udc80" <= character <= "\udcff" for character in argument)  # PEP 383
+    return from_utf8(os.fsencode(argument), name) if has_undecoded else argument
 
 
 def from_utf8(content: bytes, name: str) -> str:

@@ -93,7 +93,12 @@ def _graph(path: Path) -> Facts:
     with needs("export"):
         import onnx
 
-    model = onnx.load(path, load_external_data=False)
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's errors have no common base but this
+        raise BundleError(f"{path}: expected an ONNX graph, found: {error}. Export the bundle again.") from error
+    if not model.HasField("graph"):  # an empty file parses, too
+        raise BundleError(f"{path}: expected an ONNX graph, found none in the file. Export the bundle again.")
     return {
         "opset": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
         "inputs": [_tensor(value) for value in model.graph.input],

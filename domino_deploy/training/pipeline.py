@@ -109,7 +109,10 @@ def _claim(work: Path, made_for: dict[str, object]) -> None:
         if found != made_for:
             raise TrainingError(f"{work}: expected a work folder made for {made_for}, found one for {found}. Name another one.")
         return
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"{work}: expected a work folder that can be written to, found: {error}. Name another one.") from error
     note.write_text(json.dumps(made_for) + "\n", encoding="utf-8")
 
 
