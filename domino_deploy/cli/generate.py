@@ -121,7 +121,7 @@ def _prompt_text(prompt: str | None) -> str:
     if prompt is None:
         if sys.stdin is None or sys.stdin.isatty():  # None: closed by whoever started this process
             raise click.UsageError("Expected a prompt, found none. Give --prompt TEXT, or pipe the text in.")
-        prompt = from_utf8(click.get_binary_stream("stdin").read(), "standard input")
+        prompt = from_utf8(sys.stdin.buffer.read(), "standard input")
     else:
         prompt = as_utf8(prompt, "--prompt")
     if not prompt.strip():
