@@ -27,7 +27,7 @@ _RECIPE_OPTIONS = {
     "lambda_start": "Weight of the base logits' loss at the first step; it falls linearly to 0.",
     "gamma": "Position decay: proposal j weighs exp(-j / gamma).",
     "held_out": "Samples kept for measuring tau.",
-    "evaluate_every": "Steps between those measurements.",
+    "evaluate_every": "Steps between measurements of the held-out tau.",
     "dtype": "float32, or bfloat16 matrix products with float32 masters.",
     "seed": "Seed of everything random.",
 }
