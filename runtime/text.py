@@ -64,13 +64,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template_source is not None
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, variables: Mapping[str, object] | None = None
+    ) -> str:
         """The prompt text of a conversation, special tokens spelt out: encode it without adding any.
+
+        Args:
+            messages: with `role` and `content` each.
+            add_generation_prompt: end where the assistant begins.
+            variables: further ones that the template knows, such as `enable_thinking` of Qwen3's.
 
         Raises:
             RequestError: there is no template, or it refuses these messages.
         """
-        return self._template.render({**self._special_tokens, "messages": list(messages), "add_generation_prompt": add_generation_prompt})
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        return self._template.render({**(variables or {}), **self._special_tokens, **given})
 
     @cached_property
     def _template(self) -> ChatTemplate:

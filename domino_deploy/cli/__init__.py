@@ -28,7 +28,8 @@ COMMANDS = {
     "generate": "Generate text from a prompt, streamed.",
     "bench": "Measure acceptance length and speed-up.",
     "inspect": "Show what a bundle, a checkpoint or an ONNX file holds.",
-    "train": "Train a Domino drafter for a target.",
+    "regenerate": "Let the target answer training prompts.",
+    "train": "Train a drafter for a target.",
 }
 # 128 + the signal, as shells report it
 _INTERRUPTED = 128 + signal.SIGINT

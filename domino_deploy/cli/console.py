@@ -12,10 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from domino_deploy.errors import RequestError
+
+if TYPE_CHECKING:
+    from domino_deploy.training.progress import Progress as Stage
+
+_LINE_SECONDS = 5.0  # between two lines of one phase with --verbose
+_SPEED_SECONDS = 600.0  # over which the remaining time is estimated: a batch of responses may take minutes
 
 Progress = Callable[[str], None]
 
@@ -46,6 +53,52 @@ def progress(ctx: click.Context) -> Iterator[Progress]:
             yield lambda step: display.reset(task, description=step)
     else:
         yield lambda step: None
+
+
+@contextmanager
+def progress_bar(ctx: click.Context, *, is_shown: bool = True) -> Iterator[Callable[[Stage], None]]:
+    """A function that is told how far a long run is; shows a bar, the run's own words, and the time gone and left."""
+    verbosity: Verbosity = ctx.obj
+    if is_shown and verbosity is Verbosity.VERBOSE:
+        yield _lines()
+    elif is_shown and verbosity is Verbosity.NORMAL and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Display
+
+        words = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        note = TextColumn("{task.fields[note]}", markup=False)
+        columns = (*words, note, TimeElapsedColumn(), TimeRemainingColumn())
+        with Display(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=_SPEED_SECONDS) as display:
+            task = display.add_task("Starting", total=None, note="")
+            phase = ""
+
+            def show(stage: Stage) -> None:
+                nonlocal phase
+                if stage.phase != phase:
+                    phase = stage.phase
+                    display.reset(task, description=phase, total=stage.total, completed=stage.done)
+                display.update(task, completed=stage.done, total=stage.total, note=stage.note)
+
+            yield show
+    else:
+        yield lambda stage: None
+
+
+def _lines() -> Callable[[Stage], None]:
+    """A line on stderr when the phase changes or ends, and every few seconds between."""
+    started = time.perf_counter()
+    phase, shown = "", 0.0
+
+    def show(stage: Stage) -> None:
+        nonlocal phase, shown
+        now = time.perf_counter()
+        if stage.phase == phase and stage.done < stage.total and now - shown < _LINE_SECONDS:
+            return
+        phase, shown = stage.phase, now
+        click.echo(f"[{now - started:7.1f} s] {stage.phase} {stage.done}/{stage.total}  {stage.note}".rstrip(), err=True)
+
+    return show
 
 
 def echo_json(value: Mapping[str, object]) -> None:
@@ -90,6 +143,21 @@ def from_utf8(content: bytes, name: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"Expected text in UTF-8 from {name}, found {error.reason} at byte {error.start}. Convert the text.") from error
+
+
+def template_variables(text: str | None) -> dict[str, Any]:
+    """The object that --chat-template-kwargs states; {} without one.
+
+    Raises:
+        RequestError: it is no JSON object.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise RequestError(f"Expected --chat-template-kwargs as a JSON object, found {text!r}: {error}. Correct it.") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"Expected --chat-template-kwargs as a JSON object, found {text!r}. Correct it.")
+    return found
 
 
 def as_bytes(count: int) -> str:
