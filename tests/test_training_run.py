@@ -1,31 +1,32 @@
-"""Regeneration, features, evaluation, saving and a whole small run."""
+"""A whole run: from prompts to a drafter, interrupted and resumed, in parts and in several processes, and what it refuses."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from domino_deploy.checkpoint import open_drafter, open_target
-from domino_deploy.config import RopeConfig, RopeType
-from domino_deploy.errors import CheckpointError, TrainingError
-from domino_deploy.model.loading import load_drafter, load_target
-from domino_deploy.model.spec_generate import reference_target, spec_generate
-from domino_deploy.training.evaluate import acceptance
-from domino_deploy.training.features import corpus_of
-from domino_deploy.training.initialise import drafter_config, new_drafter
-from domino_deploy.training.pipeline import train_from_prompts
-from domino_deploy.training.prompt_file import read_messages
+from domino_deploy.errors import TrainingError
+from domino_deploy.model.loading import load_target
+from domino_deploy.training import trainer
+from domino_deploy.training.answer_options import Answering
+from domino_deploy.training.initialise import drafter_config
+from domino_deploy.training.pipeline import train_from_prompts, usable
+from domino_deploy.training.prompt_file import read_conversations
 from domino_deploy.training.recipe import Recipe
-from domino_deploy.training.regenerate import Sample, decode_batch, read_samples, regenerate
-from domino_deploy.training.save import save_drafter
+from domino_deploy.training.samples import Sample
+from domino_deploy.training.store import SampleStore, read_stored
 from tests.support.checkpoints import write_target
 
-PROMPTS = [(5, 6, 7), (8, 9), (10, 11, 12, 13, 14), (15,)]
 RECIPE = Recipe(
     num_layers=1,
     block_size=4,
@@ -33,14 +34,16 @@ RECIPE = Recipe(
     emb_dim=8,
     gru_hidden_dim=16,
     mask_token_id=3,
-    steps=40,
-    sequences=2,
+    steps=24,
+    sequences=4,
     anchors=4,
     frequent_tokens=50,
     random_tokens=20,
-    held_out=2,
-    evaluate_every=40,
+    held_out=4,
+    evaluate_every=10,
+    checkpoint_every=8,
     learning_rate=5e-3,
+    save_dtype="float32",
 )
 
 
@@ -50,330 +53,329 @@ def target_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def target(target_folder):
-    return load_target(open_target(target_folder), (1, 3)).requires_grad_(False)
+def answered(target_folder, tmp_path_factory):
+    """A work folder with 28 responses and their features; copied, never written to."""
+    work = tmp_path_factory.mktemp("answered") / "work"
+    prompts = write_prompts(work.parent / "prompts.jsonl")
+    with pytest.raises(TrainingError, match="hold out fewer"):  # enough to answer, not enough to train
+        run(target_folder, work.parent / "out", work, dataclasses.replace(RECIPE, held_out=1000), prompts=prompts)
+    return work
 
 
-def plain_greedy(target, prompt, count):
-    tokens = list(prompt)
-    for _ in range(count):
-        hidden, _ = target.hidden_states(torch.tensor([tokens]))
-        tokens.append(int(target.lm_head(hidden[0, -1]).argmax()))
-        if tokens[-1] in target.config.eos_token_ids:
-            break
-    return tokens[len(prompt) :]
+@pytest.fixture
+def work(answered, tmp_path):
+    return shutil.copytree(answered, tmp_path / "work")
 
 
-def test_batched_responses_equal_greedy_decoding_one_by_one(target):
-    for prompt, response in zip(PROMPTS, decode_batch(target, PROMPTS, 20), strict=True):
-        assert response == plain_greedy(target, prompt, 20)[: len(response)]
-        assert len(response) == 20 or response[-1] in target.config.eos_token_ids
-
-
-def test_rows_that_finish_early_do_not_disturb_the_others(target):
-    responses = decode_batch(target, PROMPTS, 20)
-    # Calling one of the drawn tokens an end-of-text token makes rows end at different steps.
-    stopping = dataclasses.replace(target.config, eos_token_ids=(*target.config.eos_token_ids, max(responses, key=len)[2]))
-    whole, target.config = target.config, stopping
-    try:
-        stopped = decode_batch(target, PROMPTS, 20)
-    finally:
-        target.config = whole
-    assert sorted(map(len, stopped)) != sorted(map(len, responses))
-    for full, short in zip(responses, stopped, strict=True):
-        assert short == full[: len(short)]
-
-
-def test_a_response_that_loops_is_cut(target, monkeypatch):
-    monkeypatch.setattr("domino_deploy.training.regenerate._forward", lambda *_: torch.tensor([9]))
-    assert len(decode_batch(target, [(4, 5)], 200)[0]) == 32
-
-
-def test_regeneration_resumes_where_it_stopped(target, tmp_path):
-    output = tmp_path / "responses.jsonl"
-    first = regenerate(target, PROMPTS[:2], output, max_new_tokens=6, batch_size=2)
-    second = regenerate(target, PROMPTS, output, max_new_tokens=6, batch_size=2)
-    samples = read_samples(output)
-    assert sorted(sample.prompt_ids for sample in samples) == sorted(PROMPTS)
-    assert first + second == sum(len(sample.response_ids) for sample in samples)
-    assert regenerate(target, PROMPTS, output, max_new_tokens=6, batch_size=2) == 0
-
-
-def test_a_damaged_line_of_samples_is_named(tmp_path):
-    path = tmp_path / "responses.jsonl"
-    path.write_text('{"prompt_ids": [1], "response_ids": [2]}\n{"prompt_ids": [1], "resp')
-    with pytest.raises(TrainingError, match="line 2"):
-        read_samples(path)
-
-
-def samples_of(target, count=8, length=24):
-    prompts = [(5 + i, 7 + i, 20 + i) for i in range(count)]
-    responses = decode_batch(target, prompts, length)
-    return [Sample(prompt_ids=p, response_ids=tuple(r)) for p, r in zip(prompts, responses, strict=True)]
-
-
-def test_cached_features_are_the_targets_and_are_computed_once(target, tmp_path):
-    samples = samples_of(target, 4)
-    path = tmp_path / "features.f16"
-    corpus = corpus_of(target, samples, path, dtype=torch.float32)
-    for index, sample in enumerate(samples):
-        _, features = target.hidden_states(torch.tensor([sample.token_ids]))
-        np.testing.assert_allclose(corpus.features(index), features[0].numpy(), rtol=2e-3, atol=2e-3)
-    assert not path.with_suffix(".part").exists()
-    rows: list[int] = []
-    corpus_of(target, samples, path, dtype=torch.float32, on_rows=rows.append)
-    assert rows == []
-
-
-def test_features_of_the_same_samples_in_another_order_are_computed_again(target, tmp_path):
-    samples, path = samples_of(target, 4), tmp_path / "features.f16"
-    corpus_of(target, samples, path, dtype=torch.float32)
-    corpus = corpus_of(target, samples[::-1], path, dtype=torch.float32)
-    _, features = target.hidden_states(torch.tensor([samples[-1].token_ids]))
-    np.testing.assert_allclose(corpus.features(0), features[0].numpy(), rtol=2e-3, atol=2e-3)
-
-
-def test_tap_scales_are_the_rms_of_each_tap(target, tmp_path):
-    samples = samples_of(target, 4)
-    corpus = corpus_of(target, samples, tmp_path / "features.f16", dtype=torch.float32)
-    per_tap = np.asarray(corpus.rows, dtype=np.float32).reshape(len(corpus.rows), 2, -1)
-    # torch's median of an even number of values is the lower one.
-    expected = torch.from_numpy(np.sqrt((per_tap**2).mean(-1))).median(dim=0).values
-    torch.testing.assert_close(corpus.scales, expected)
-
-
-def test_offline_tau_equals_the_real_speculative_loop(target, tmp_path):
-    samples = samples_of(target)
-    config = drafter_config(target.config, RECIPE)
-    drafter = new_drafter(target, config, torch.tensor([samples[0].token_ids])).eval()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        drafter.head.codebook_VR.normal_(std=0.5)
-    corpus = corpus_of(target, samples, tmp_path / "features.f16", dtype=torch.float32)
-    found = acceptance(drafter, target, corpus, range(len(samples)))
-
-    save_drafter(drafter, corpus.scales, tmp_path / "drafter", dtype=torch.float32)
-    saved = load_drafter(open_drafter(tmp_path / "drafter"))
-    tokens = passes = 0
-    for sample in samples:
-        limit = len(sample.response_ids)
-        eos = target.config.eos_token_ids
-        cycles = list(spec_generate(reference_target(target), saved, sample.prompt_ids, max_new_tokens=limit, stop_token_ids=eos))
-        assert tuple(t for cycle in cycles for t in cycle.token_ids) == sample.response_ids
-        tokens += sum(len(cycle.token_ids) for cycle in cycles[1:])
-        passes += len(cycles) - 1
-    assert found.final_tau == pytest.approx(tokens / passes)
-
-
-@pytest.mark.parametrize(("count", "layers", "expected"), [(5, 36, (1, 9, 17, 25, 33)), (1, 36, (18,))])
-def test_taps_follow_the_published_formula(target, count, layers, expected):
-    deep = dataclasses.replace(target.config, num_layers=layers)
-    assert drafter_config(deep, dataclasses.replace(RECIPE, num_taps=count)).target_layer_ids == expected
-
-
-def test_more_taps_than_the_target_has_room_for_are_refused(target):
-    with pytest.raises(TrainingError, match="num_taps"):
-        drafter_config(target.config, dataclasses.replace(RECIPE, num_taps=5))
-
-
-def test_a_saved_drafter_has_the_public_layout_and_opens_again(target, tmp_path):
-    config = drafter_config(target.config, RECIPE)
-    drafter = new_drafter(target, config, torch.tensor([[5, 6, 7, 8]]))
-    save_drafter(drafter, torch.tensor([3.0, 0.5]), tmp_path / "drafter")
-    reopened = open_drafter(tmp_path / "drafter")
-    assert reopened.config == config
-    written = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    assert written["dflash_config"].keys() == {
-        "mask_token_id", "target_layer_ids", "shift_label", "projector_type", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim",
-    }  # fmt: skip
-    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
-    assert tensors.keys() == drafter.state_dict().keys()
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        RopeConfig(theta=5e5, type=RopeType.LINEAR, factor=2.0),
-        RopeConfig(
-            theta=5e5, type=RopeType.LLAMA3, factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position_embeddings=128
-        ),
-        RopeConfig(
-            theta=5e5,
-            type=RopeType.YARN,
-            factor=4.0,
-            beta_fast=30.0,
-            beta_slow=2.0,
-            attention_factor=1.2,
-            original_max_position_embeddings=128,
-        ),
-    ],
-)
-def test_rope_scaling_and_sliding_layers_survive_saving(target, tmp_path, rope):
-    config = dataclasses.replace(drafter_config(target.config, RECIPE), rope=rope, sliding_layers=(True,), sliding_window=16)
-    drafter = new_drafter(target, config, torch.tensor([[5, 6, 7, 8]]))
-    save_drafter(drafter, torch.ones(2), tmp_path / "drafter")
-    assert open_drafter(tmp_path / "drafter").config == config
-
-
-def test_folding_the_tap_scales_changes_no_hidden_state(target, tmp_path):
-    config = drafter_config(target.config, RECIPE)
-    drafter = new_drafter(target, config, torch.tensor([[5, 6, 7, 8]])).eval()
-    scales = torch.tensor([3.0, 0.5])
-    save_drafter(drafter, scales, tmp_path / "drafter", dtype=torch.float32)
-    saved = load_drafter(open_drafter(tmp_path / "drafter"))
-    torch.manual_seed(0)
-    features, block = torch.randn(1, 6, config.feature_size), target.model.embed_tokens(drafter.block_ids(torch.tensor([9])))
-    positions, mask = torch.arange(10)[None], torch.ones(1, 1, 1, 10, dtype=torch.bool)
-    with torch.no_grad():
-        expected = drafter(block, features / scales.repeat_interleave(config.hidden_size), positions, mask)
-        torch.testing.assert_close(saved(block, features, positions, mask), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_tensor_dropped_from_a_saved_drafter_is_noticed(target, tmp_path):
-    drafter = new_drafter(target, drafter_config(target.config, RECIPE), torch.tensor([[5, 6, 7, 8]]))
-    save_drafter(drafter, torch.ones(2), tmp_path / "drafter")
-    file = tmp_path / "drafter" / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["prefix_gru.weight_hh_l0"]
-    save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"prefix_gru\.weight_hh_l0"):
-        open_drafter(tmp_path / "drafter")
-
-
-def write_prompts(path, count=24):
+def write_prompts(path, count=28):
     words = ["red", "green", "blue", "fast", "slow", "old"]
     path.write_text("".join(json.dumps({"prompt": f"Tell me about {words[i % 6]} thing number {i}."}) + "\n" for i in range(count)))
     return path
 
 
-def run(target_folder, prompts, output, work, recipe=RECIPE, **options):
-    options = {"max_prompt_tokens": 200, "max_new_tokens": 12, "batch_size": 8} | options
-    return train_from_prompts(target_folder, prompts, output, work=work, recipe=recipe, **options)
+def run(target_folder, output, work, recipe=RECIPE, *, prompts=None, **options):
+    conversations = read_conversations(prompts) if prompts else []
+    answering = Answering(max_new_tokens=16, batch_size=8)
+    return train_from_prompts(target_folder, conversations, output, work=work, recipe=recipe, answering=answering, device="cpu", **options)
 
 
-def test_a_small_run_learns_and_writes_everything(target_folder, tmp_path):
-    prompts = write_prompts(tmp_path / "prompts.jsonl")
-    recipe = dataclasses.replace(RECIPE, steps=150, evaluate_every=1000)
-    found = run(target_folder, prompts, tmp_path / "out", tmp_path / "work", recipe, max_new_tokens=24)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+def tensors_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_close(folder, other, rtol=2e-4, atol=2e-5):
+    found, expected = tensors_of(folder), tensors_of(other)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Interrupt(Exception):
+    pass
+
+
+def interrupt_at(step):
+    def tell(progress):
+        if progress.phase == "training" and progress.done > step:
+            raise Interrupt
+
+    return tell
+
+
+def test_a_run_learns_and_writes_everything(target_folder, tmp_path):
+    prompts, recipe = write_prompts(tmp_path / "p.jsonl"), dataclasses.replace(RECIPE, steps=150)
+    found = run(target_folder, tmp_path / "out", tmp_path / "work", recipe, prompts=prompts)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json", "metrics.jsonl", "metrics.png", "model.safetensors", "recipe.json",
+    ]  # fmt: skip
+    lines = metrics_of(tmp_path / "out")
     losses = [line["final_loss"] for line in lines if "final_loss" in line]
     assert losses[-1] < 0.9 * losses[0]
+    assert {"step", "seconds", "lambda", "learning_rate", "loss", "base_loss", "base_tau", "final_tau", "tokens_per_second"} <= lines[
+        0
+    ].keys()
     assert (round(found.final_tau, 4), round(found.base_tau, 4)) == (lines[-1]["held_out_tau"], lines[-1]["held_out_base_tau"])
     assert json.loads((tmp_path / "out" / "recipe.json").read_text()) == dataclasses.asdict(recipe)
-    assert open_drafter(tmp_path / "out").config.block_size == 4
+    assert open_drafter(tmp_path / "out").config == drafter_config(open_target(target_folder).config, recipe)
+    assert not (tmp_path / "work" / trainer.CHECKPOINT).exists()  # nothing to go on with
 
 
-def test_a_run_goes_on_from_a_trained_drafter(target_folder, tmp_path):
-    prompts, numbers = write_prompts(tmp_path / "prompts.jsonl"), {"max_prompt_tokens": 200, "max_new_tokens": 24, "batch_size": 8}
-    first = dataclasses.replace(RECIPE, steps=150, evaluate_every=1000)
-    train_from_prompts(target_folder, prompts, tmp_path / "first", work=tmp_path / "work", recipe=first, **numbers)
-    more = dataclasses.replace(RECIPE, steps=2, learning_rate=1e-9)
-    train_from_prompts(target_folder, prompts, tmp_path / "more", work=tmp_path / "work", recipe=more, start=tmp_path / "first", **numbers)
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "more"))
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=4e-3, atol=1e-4, msg=name)
+def test_dflash_is_trained_without_a_head(target_folder, tmp_path, work):
+    found = run(target_folder, tmp_path / "out", work, dataclasses.replace(RECIPE, kind="dflash"))
+    assert found.final == found.base
+    assert not [name for name in tensors_of(tmp_path / "out") if name.startswith(("prefix_gru", "embed_proj"))]
+    assert "final_tau" not in metrics_of(tmp_path / "out")[0]
 
 
-def test_a_start_of_another_shape_is_refused_by_field(target_folder, tmp_path):
-    prompts, numbers = write_prompts(tmp_path / "prompts.jsonl"), {"max_prompt_tokens": 200, "max_new_tokens": 8, "batch_size": 8}
-    train_from_prompts(target_folder, prompts, tmp_path / "first", work=tmp_path / "work", recipe=RECIPE, **numbers)
-    wider = dataclasses.replace(RECIPE, emb_dim=12)
-    with pytest.raises(TrainingError, match="emb_dim must be 12, found 8"):
-        train_from_prompts(
-            target_folder, prompts, tmp_path / "more", work=tmp_path / "work", recipe=wider, start=tmp_path / "first", **numbers
+@pytest.mark.parametrize("parts", [{}, {"soft_labels": 0.5}, {"features": "live"}, {"causal_encoding": "training-time-test"}], ids=str)
+def test_an_interrupted_run_gives_bit_for_bit_what_an_uninterrupted_one_gives(target_folder, tmp_path, work, parts):
+    recipe = dataclasses.replace(RECIPE, **parts)
+    run(target_folder, tmp_path / "whole", work, recipe)
+    for step in (0, 19):  # before the first state; between two of them
+        with pytest.raises(Interrupt):
+            run(target_folder, tmp_path / "out", work, recipe, on_progress=interrupt_at(step))
+    assert not (tmp_path / "out").exists()
+    run(target_folder, tmp_path / "out", work, recipe)
+    whole, resumed = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "out")
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    drop = ("seconds", "tokens_per_second")
+    lines = [[{k: v for k, v in line.items() if k not in drop} for line in metrics_of(tmp_path / name)] for name in ("whole", "out")]
+    assert lines[0] == lines[1]
+
+
+def test_a_run_interrupted_behind_its_last_step_is_finished(target_folder, tmp_path, work, monkeypatch):
+    def full(*_, **__):
+        raise TrainingError("no room")
+
+    whole = run(target_folder, tmp_path / "whole", work)
+    monkeypatch.setattr(trainer, "save_drafter", full)
+    with pytest.raises(TrainingError, match="no room"):
+        run(target_folder, tmp_path / "out", work)
+    monkeypatch.undo()
+    assert run(target_folder, tmp_path / "out", work) == whole
+    assert all(torch.equal(tensors_of(tmp_path / "out")[name], tensor) for name, tensor in tensors_of(tmp_path / "whole").items())
+
+
+def test_a_state_of_another_run_is_refused_by_name_and_kept(target_folder, tmp_path, work):
+    with pytest.raises(Interrupt):
+        run(target_folder, tmp_path / "out", work, on_progress=interrupt_at(19))
+    with pytest.raises(TrainingError, match=r"gamma: expected 9\.0, found 4\.0(.|\n)*--restart"):
+        run(target_folder, tmp_path / "out", work, dataclasses.replace(RECIPE, gamma=9.0))
+    assert (work / trainer.CHECKPOINT).exists()
+    run(target_folder, tmp_path / "out", work, dataclasses.replace(RECIPE, gamma=9.0), restart=True)
+
+
+@pytest.mark.parametrize("damage", ["state.json", "state.safetensors"])
+def test_a_damaged_state_is_refused(target_folder, tmp_path, work, damage):
+    with pytest.raises(Interrupt):
+        run(target_folder, tmp_path / "out", work, on_progress=interrupt_at(19))
+    path = work / trainer.CHECKPOINT / damage
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(TrainingError, match="--restart"):
+        run(target_folder, tmp_path / "out", work)
+
+
+def test_a_state_that_cannot_be_written_leaves_the_one_before(target_folder, tmp_path, work, monkeypatch):
+    calls = []
+
+    def full(tensors, path):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    run(target_folder, tmp_path / "whole", work)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(TrainingError, match="No space left"):
+        run(target_folder, tmp_path / "out", work)
+    monkeypatch.undo()
+    assert json.loads((work / trainer.CHECKPOINT / "state.json").read_text())["steps"] == 8
+    run(target_folder, tmp_path / "out", work)
+    assert all(torch.equal(tensors_of(tmp_path / "out")[name], tensor) for name, tensor in tensors_of(tmp_path / "whole").items())
+
+
+@pytest.mark.parametrize("parts", [{}, {"soft_labels": 0.5, "accept_until_fail": True}], ids=str)
+def test_micro_batches_give_what_one_pass_gives(target_folder, tmp_path, work, parts):
+    recipe = dataclasses.replace(RECIPE, steps=12, **parts)
+    run(target_folder, tmp_path / "one", work, recipe)
+    run(target_folder, tmp_path / "four", work, dataclasses.replace(recipe, micro_batch=1))
+    assert_close(tmp_path / "four", tmp_path / "one")
+
+
+def torchrun(target_folder, output, work, processes, recipe, *options, check=True):
+    """`train` in several processes, as torchrun starts them: its environment, without its agent (which is slow to start)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (work.parent / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    command = [sys.executable, "-m", "domino_deploy.cli", "train", "--target", target_folder, "--work", work, "-o", output]
+    command += ["--recipe", work.parent / "recipe.json", "--device", "cpu", "--max-new-tokens", "16", *options]
+    common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            list(map(str, command)),
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
+        for rank in range(processes)
+    ]
+    results = [(process.communicate(timeout=240), process.returncode) for process in started]
+    if check:
+        assert [code for _, code in results] == [0] * processes, results
+    return results
+
+
+def test_two_processes_give_what_one_gives(target_folder, tmp_path, work):
+    recipe = dataclasses.replace(RECIPE, steps=12, evaluate_every=6, checkpoint_every=5)
+    one = run(target_folder, tmp_path / "one", work, recipe)
+    results = torchrun(target_folder, tmp_path / "two", work, 2, recipe)
+    assert_close(tmp_path / "two", tmp_path / "one")
+    # One of them speaks, and measures what both walked.
+    assert [bool(out) for (out, _), _ in results] == [True, False]
+    last = metrics_of(tmp_path / "two")[-1]
+    assert last["held_out_tau"] == pytest.approx(one.final_tau, abs=0.05)
+    for found, expected in zip(metrics_of(tmp_path / "two"), metrics_of(tmp_path / "one"), strict=True):
+        assert found["step"] == expected["step"]
+        assert found.get("loss", 0) == pytest.approx(expected.get("loss", 0), rel=1e-3)
+
+
+def test_two_processes_answer_the_prompts_together_and_resume(target_folder, tmp_path, work):
+    prompts = write_prompts(tmp_path / "p.jsonl")
+    recipe = dataclasses.replace(RECIPE, steps=12, micro_batch=1)
+    torchrun(target_folder, tmp_path / "out", tmp_path / "new", 2, recipe, "--prompts", prompts)
+    assert sorted(path.name for path in (tmp_path / "new").glob("*-*.*")) == [
+        "features-0.f16", "features-1.f16", "made-for.json", "responses-0.jsonl", "responses-1.jsonl",
+    ]  # fmt: skip
+    alone = {sample.prompt_ids: sample.response_ids for sample in read_stored(work).samples}
+    assert {sample.prompt_ids: sample.response_ids for sample in read_stored(tmp_path / "new").samples} == alone
+    # An interrupted run of one process goes on in two.
+    with pytest.raises(Interrupt):
+        run(target_folder, tmp_path / "resumed", work, RECIPE, on_progress=interrupt_at(19))
+    torchrun(target_folder, tmp_path / "resumed", work, 2, RECIPE)
+    run(target_folder, tmp_path / "whole", work, RECIPE)
+    assert_close(tmp_path / "resumed", tmp_path / "whole")
+
+
+def test_processes_that_cannot_share_a_step_are_refused(target_folder, tmp_path, work):
+    results = torchrun(target_folder, tmp_path / "out", work, 2, dataclasses.replace(RECIPE, sequences=3), check=False)
+    assert [code for _, code in results] == [1, 1]
+    assert "multiple of the processes (2)" in results[0][0][1]
+
+
+def test_a_run_goes_on_from_a_trained_drafter(target_folder, tmp_path, work):
+    run(target_folder, tmp_path / "first", work, dataclasses.replace(RECIPE, steps=150))
+    run(target_folder, tmp_path / "more", work, dataclasses.replace(RECIPE, steps=2, learning_rate=1e-9), start=tmp_path / "first")
+    assert_close(tmp_path / "more", tmp_path / "first", rtol=1e-3, atol=1e-5)
+
+
+def test_a_start_of_another_shape_is_refused_by_field(target_folder, tmp_path, work):
+    run(target_folder, tmp_path / "first", work)
+    with pytest.raises(TrainingError, match="emb_dim must be 12, found 8"):
+        run(target_folder, tmp_path / "more", work, dataclasses.replace(RECIPE, emb_dim=12), start=tmp_path / "first")
     assert not (tmp_path / "more").exists()
 
 
-def test_the_same_seed_gives_the_same_drafter(target_folder, tmp_path):
-    prompts = write_prompts(tmp_path / "prompts.jsonl")
-    for name in ("a", "b"):
-        run(target_folder, prompts, tmp_path / name, tmp_path / "work")
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+def test_the_same_seed_gives_the_same_drafter_and_another_one_another(target_folder, tmp_path, work):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(target_folder, tmp_path / name, work, dataclasses.replace(RECIPE, seed=seed))
+    first, second, other = (tensors_of(tmp_path / name) for name in "abc")
     assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["fc.weight"], other["fc.weight"])
 
 
 def test_an_existing_output_is_kept_unless_forced(target_folder, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(TrainingError, match="--force"):
-        run(target_folder, write_prompts(tmp_path / "p.jsonl"), tmp_path / "out", tmp_path / "work")
+        run(target_folder, tmp_path / "out", tmp_path / "work", prompts=write_prompts(tmp_path / "p.jsonl"))
     assert not (tmp_path / "work").exists()
 
 
-def test_only_a_drafter_is_replaced(target_folder, tmp_path):
+def test_only_a_drafter_is_replaced(target_folder, tmp_path, work):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     with pytest.raises(TrainingError, match="expected a drafter to replace"):
-        run(target_folder, write_prompts(tmp_path / "p.jsonl"), tmp_path / "out", tmp_path / "work", overwrite=True)
+        run(target_folder, tmp_path / "out", work, overwrite=True)
     assert (tmp_path / "out" / "thesis.txt").exists()
 
 
-def test_a_forced_run_replaces_the_whole_drafter(target_folder, tmp_path):
-    prompts, recipe = write_prompts(tmp_path / "p.jsonl"), dataclasses.replace(RECIPE, steps=1, evaluate_every=1)
-    run(target_folder, prompts, tmp_path / "out", tmp_path / "work", recipe)
+def test_a_forced_run_replaces_the_whole_drafter(target_folder, tmp_path, work):
+    run(target_folder, tmp_path / "out", work, dataclasses.replace(RECIPE, steps=1))
     (tmp_path / "out" / "stray.txt").write_text("of the old one")
-    run(target_folder, prompts, tmp_path / "out", tmp_path / "work", dataclasses.replace(recipe, steps=2), overwrite=True)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "config.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "recipe.json",
-    ]
+    run(target_folder, tmp_path / "out", work, dataclasses.replace(RECIPE, steps=2), overwrite=True)
+    assert not (tmp_path / "out" / "stray.txt").exists()
     assert json.loads((tmp_path / "out" / "recipe.json").read_text())["steps"] == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "p.jsonl", "work"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "work"]
 
 
-def test_responses_of_another_target_are_not_taken(target_folder, tmp_path):
-    prompts, recipe = write_prompts(tmp_path / "p.jsonl"), dataclasses.replace(RECIPE, steps=1, evaluate_every=1)
-    run(target_folder, prompts, tmp_path / "a", tmp_path / "work", recipe)
-    other = write_target(tmp_path / "other", num_hidden_layers=6)
-    with pytest.raises(TrainingError, match="made for"):
-        run(other, prompts, tmp_path / "b", tmp_path / "work", recipe)
-    assert not (tmp_path / "b").exists()
-
-
-def test_too_few_samples_are_refused(target_folder, tmp_path):
-    prompts = write_prompts(tmp_path / "p.jsonl", count=2)
-    with pytest.raises(TrainingError, match="more than 2 samples"):
-        run(target_folder, prompts, tmp_path / "out", tmp_path / "work", max_new_tokens=4)
+def test_responses_of_another_target_are_not_taken(target_folder, tmp_path, work):
+    other = write_target(tmp_path / "other", num_hidden_layers=6, seed=5)
+    with pytest.raises(TrainingError, match="other weights"):
+        run(other, tmp_path / "out", work)
+    with pytest.raises(TrainingError, match="made for something else"):
+        run(other, tmp_path / "out", work, prompts=write_prompts(tmp_path / "p.jsonl"))
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", "at least one prompt"),
-        ("not json\n", "line 1"),
-        ('{"prompt": ""}\n', "line 1"),
-        ('{"text": "hello"}\n', "line 1"),
-        ('["hello"]\n', "line 1"),
-        ('{"prompt": "a"}\n{"turns": [1]}\n', "line 2"),
-        ('{"messages": [{"role": "robot", "content": "hi"}]}\n', "line 1"),
-        ('{"messages": [{"role": "assistant", "content": "hi"}]}\n', "last message"),
-    ],
-)
-def test_prompt_files_that_cannot_be_used_are_named(tmp_path, text, found):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
-    with pytest.raises(TrainingError, match=found):
-        read_messages(path)
+def test_samples_with_the_mask_token_or_foreign_tokens_are_named(target_folder, tmp_path, work):
+    samples = read_stored(work).samples
+    masked = samples[5].response_ids[3]
+    with pytest.raises(TrainingError, match=rf"sample 5: token {masked}, which is to stand for MASK"):
+        run(target_folder, tmp_path / "out", work, dataclasses.replace(RECIPE, mask_token_id=masked))
+    path = work / "responses-0.jsonl"
+    path.write_text(path.read_text().replace(f" {masked},", " 999999,"))
+    with pytest.raises(TrainingError, match="token 999999, outside the target's vocabulary"):
+        run(target_folder, tmp_path / "out", work)
 
 
-def test_a_line_separator_inside_a_prompt_does_not_end_its_line(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8")
-    assert read_messages(path) == [[{"role": "user", "content": "one\u2028two"}]]
+def test_a_work_folder_without_responses_is_refused(target_folder, tmp_path):
+    with pytest.raises(TrainingError, match="domino-deploy regenerate"):
+        run(target_folder, tmp_path / "out", tmp_path / "nowhere")
+    SampleStore.open(tmp_path / "empty", claim={})
+    with pytest.raises(TrainingError, match="domino-deploy regenerate"):
+        run(target_folder, tmp_path / "out", tmp_path / "empty")
 
 
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [(None, "No such file"), (b"\xff\n", "utf-8"), (b"[" * 100_000, "line 1: .*recursion")],
-    ids=["missing", "not UTF-8", "nested"],
-)
-def test_a_prompt_file_that_cannot_be_read_is_refused(tmp_path, content, found):
-    path = tmp_path / "prompts.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(TrainingError, match=found):
-        read_messages(path)
+def test_samples_without_a_label_and_too_long_ones_are_left_out():
+    lengths = [1, 2, 9, 30, 31]
+    samples = [Sample(prompt_ids=(7, number), response_ids=tuple(range(length))) for number, length in enumerate(lengths)]
+    recipe = dataclasses.replace(RECIPE, held_out=1, max_length=32)
+    assert sorted(usable(samples, recipe)) == [1, 2, 3]
+    assert usable(samples, recipe) == usable(samples, recipe)
+    with pytest.raises(TrainingError, match="found 3 of 5"):
+        usable(samples, dataclasses.replace(recipe, held_out=3))
+
+
+def test_gradients_that_are_not_finite_stop_the_run_and_keep_the_last_state(target_folder, tmp_path, work, monkeypatch):
+    real = trainer.learning_rate
+    monkeypatch.setattr(trainer, "learning_rate", lambda step, steps, recipe: 1e30 if step == 10 else real(step, steps, recipe))
+    with pytest.raises(TrainingError, match="finite gradients"):
+        run(target_folder, tmp_path / "out", work)
+    assert json.loads((work / trainer.CHECKPOINT / "state.json").read_text())["steps"] == 8
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bfloat16_run_keeps_fp32_masters(target_folder, tmp_path, work):
+    recipe = dataclasses.replace(RECIPE, dtype="bfloat16", features="live", steps=10)
+    with pytest.raises(Interrupt):
+        run(target_folder, tmp_path / "out", work, dataclasses.replace(recipe, steps=40), on_progress=interrupt_at(19))
+    state = load_file(work / trainer.CHECKPOINT / "state.safetensors")
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    fc = state["drafter.fc.weight/parameter"]
+    assert not torch.equal(fc, fc.to(torch.bfloat16).float())
+
+
+def test_soft_labels_pull_towards_the_targets_own_distribution(target_folder, tmp_path, work):
+    """With the target's distribution as the only label, the loss ends nearer to it than with the tokens as labels."""
+    target = load_target(open_target(target_folder), (1, 3, 5))
+    assert target.tapped_layers == (1, 3, 5)
+    for name, share in (("hard", 0.0), ("soft", 1.0)):
+        run(target_folder, tmp_path / name, work, dataclasses.replace(RECIPE, steps=60, soft_labels=share, frequent_tokens=0))
+    hard, soft = (metrics_of(tmp_path / name) for name in ("hard", "soft"))
+    assert soft[0]["final_loss"] != hard[0]["final_loss"]
+    assert not torch.equal(tensors_of(tmp_path / "soft")["fc.weight"], tensors_of(tmp_path / "hard")["fc.weight"])

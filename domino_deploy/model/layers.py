@@ -71,6 +71,10 @@ class Attention(nn.Module):
         Args:
             mask: bool, broadcastable to [B, H, S, C]; True means "may see".
         """
+        if q_BHSD.is_cuda and k_BKCD.shape[1] != q_BHSD.shape[1]:
+            # CUDA's fused kernels that take a mask know no grouped heads: without this, all scores would be kept in memory.
+            groups = q_BHSD.shape[1] // k_BKCD.shape[1]
+            k_BKCD, v_BKCD = k_BKCD.repeat_interleave(groups, dim=1), v_BKCD.repeat_interleave(groups, dim=1)
         mixed_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BKCD, v_BKCD, attn_mask=mask, enable_gqa=True)
         return self.o_proj(mixed_BHSD.transpose(1, 2).flatten(2))
 

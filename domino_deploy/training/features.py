@@ -1,73 +1,203 @@
-"""Tapped target features of the training samples, computed once and kept in a memory-mapped file."""
+"""Tapped target features of the training samples: read from what regeneration kept, from a file, or computed when asked for.
+
+Shape legend: L tokens of a sample, T tapped layers of the drafter, M model width, F = T * M.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from domino_deploy.errors import TrainingError
 from domino_deploy.model.target import TargetModel
-from domino_deploy.training.regenerate import Sample
+from domino_deploy.training.cached_pass import as_stored
+from domino_deploy.training.distributed import ALONE, World
+from domino_deploy.training.progress import Progress
+from domino_deploy.training.samples import Sample
+from domino_deploy.training.store import StoredSamples
 
 _BATCH_TOKENS = 2048  # padded tokens per target pass; larger ones were no faster on two cores
-_FP16_LIMIT = 6e4  # fp16 ends at 65504; the first token's spikes reach 2.5e4 on the demo target
-_SCALE_ROWS = 4096  # rows that the taps' scales are measured on: a median needs no more
+_SCALE_SAMPLES = 64  # samples that the taps' scales are measured on: some ten thousand rows; a median needs no more
+
+
+class FeatureSource(Protocol):
+    """Two exist: rows that are stored, and rows that the target computes.
+
+    layers: the target layers whose outputs stand side by side in a row; the last layer's is its output after the final norm.
+    """
+
+    layers: tuple[int, ...]
+
+    def rows(self, indices: Sequence[int]) -> list[Tensor]:
+        """Rows [L, len(layers) * M] of each sample, any float type; the last row of a sample may be zeros (nothing reads it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Samples and their features, row after row.
+    """Samples and where their features come from.
 
-    rows: fp16 [total, F]; starts: first row of each sample, and the end; scales: fp32 [T], rms of each tap over all rows.
+    tapped_layers: the drafter's, T of them; scales: fp32 [T], rms of each tap; width: M.
     """
 
     samples: Sequence[Sample]
-    rows: np.ndarray
-    starts: np.ndarray
+    source: FeatureSource
+    tapped_layers: tuple[int, ...]
     scales: Tensor
+    width: int
 
-    def features(self, index: int) -> np.ndarray:
-        """Features [L, F] of one sample, prompt and response."""
-        return self.rows[self.starts[index] : self.starts[index + 1]]
+    def features(self, indices: Sequence[int], device: torch.device) -> Tensor:
+        """Scaled features [S, L, F] of some samples, fp32, zeros behind the shorter ones."""
+        rows = self._of_layers(self.source.rows(indices), self.tapped_layers, device)
+        return rows / self.scales.to(device).repeat_interleave(self.width)
+
+    def features_and_outputs(self, indices: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """As `features`, with the target's normed outputs [S, L, M] of the same rows.
+
+        The source must hold the last layer (`corpus_of` with `with_outputs`).
+        """
+        rows = self.source.rows(indices)
+        features = self._of_layers(rows, self.tapped_layers, device) / self.scales.to(device).repeat_interleave(self.width)
+        return features, self._of_layers(rows, self.source.layers[-1:], device)
+
+    def _of_layers(self, rows: Sequence[Tensor], layers: Sequence[int], device: torch.device) -> Tensor:
+        places = [self.source.layers.index(layer) for layer in layers]
+        chosen = [
+            torch.cat([sample[:, place * self.width : (place + 1) * self.width] for place in places], dim=1).to(device).float()
+            for sample in rows
+        ]
+        return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
 
 
 def corpus_of(
-    model: TargetModel, samples: Sequence[Sample], path: Path, *, dtype: torch.dtype, on_rows: Callable[[int], None] = lambda rows: None
+    model: TargetModel,
+    stored: StoredSamples,
+    chosen: Sequence[int],
+    tapped_layers: Sequence[int],
+    *,
+    with_outputs: bool,
+    live: bool,
+    dtype: torch.dtype,
+    path: Path,
+    world: World = ALONE,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Corpus:
-    """The samples with their features at the model's tapped layers, in `path` (fp16; size = rows x taps x width x 2 bytes).
-
-    A file that was made for the same samples in the same order, taps and dtype is taken as it is, so an interrupted run does
-    not compute it twice.  The model itself is not compared: keep one `path` per target.
+    """The chosen samples with their features.
 
     Args:
-        model: the target with its taps.
-        samples: what to run through it.
-        path: the file; written aside and renamed.  What it was made for is noted beside it, in a .json.
-        dtype: of the matrix products (autocast); the residual stream stays fp32.
-        on_rows: told how many rows each pass brought.
+        model: the target; its taps must be `tapped_layers`, and the last layer `with_outputs`.
+        stored: what regeneration left, with features or without.
+        chosen: indices into it, in the corpus's order.
+        tapped_layers: the drafter's.
+        with_outputs: the target's normed outputs are wanted as well (soft labels).
+        live: compute features for every batch anew and store none.
+        dtype: of the matrix products (autocast); the residual stream keeps the model's own type.
+        path: where features go if regeneration kept none: fp16, rows x layers x width x 2 bytes; made once for the same samples, by the
+            first process.
+        world: this process among others.
+        on_progress: told how many rows are done.
+
+    Raises:
+        TrainingError: the disk has no room for the features.
     """
-    lengths = np.array([len(sample.token_ids) for sample in samples])
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    shape = (int(starts[-1]), len(model.tapped_layers) * model.config.hidden_size)
+    samples = [stored.samples[index] for index in chosen]
+    wanted = tuple(dict.fromkeys((*tapped_layers, *((model.config.num_layers - 1,) if with_outputs else ()))))
+    source: FeatureSource
+    if live:
+        source = LiveFeatures(model, samples, dtype)
+    elif stored.has_features and set(wanted) <= set(stored.tapped_layers):
+        source = _StoredFeatures(stored, chosen)
+    else:
+        if world.is_main:
+            _make_feature_file(model, samples, path, dtype, on_progress)
+        world.wait()
+        source = _FileFeatures(path, samples, model)
+    scales = _tap_scales(source, tapped_layers, len(samples), model.config.hidden_size)
+    return Corpus(samples=samples, source=source, tapped_layers=tuple(tapped_layers), scales=scales, width=model.config.hidden_size)
+
+
+class LiveFeatures:
+    """Features by a target pass each time they are asked for: no disk, at the price of the pass in every step.
+
+    Args:
+        model: the target, tapping every layer that is wanted.
+        samples: what indices count.
+        dtype: of the matrix products.
+    """
+
+    def __init__(self, model: TargetModel, samples: Sequence[Sample], dtype: torch.dtype) -> None:
+        self.layers = model.tapped_layers
+        self._model, self._samples, self._dtype = model, samples, dtype
+
+    def rows(self, indices: Sequence[int]) -> list[Tensor]:
+        return target_rows(self._model, [self._samples[index] for index in indices], self._dtype)
+
+
+class _StoredFeatures:
+    def __init__(self, stored: StoredSamples, chosen: Sequence[int]) -> None:
+        self.layers = stored.tapped_layers
+        self._stored, self._chosen = stored, list(chosen)
+
+    def rows(self, indices: Sequence[int]) -> list[Tensor]:
+        # A copy: the memory map is read-only, which torch does not know.
+        return [torch.from_numpy(np.array(self._stored.rows(self._chosen[index]))) for index in indices]
+
+
+class _FileFeatures:
+    def __init__(self, path: Path, samples: Sequence[Sample], model: TargetModel) -> None:
+        self.layers = model.tapped_layers
+        self._starts = np.concatenate([[0], np.cumsum([len(sample.token_ids) for sample in samples])])
+        shape = (int(self._starts[-1]), len(self.layers) * model.config.hidden_size)
+        self._rows = np.memmap(path, dtype=np.float16, mode="r", shape=shape)
+
+    def rows(self, indices: Sequence[int]) -> list[Tensor]:
+        return [torch.from_numpy(np.array(self._rows[self._starts[index] : self._starts[index + 1]])) for index in indices]
+
+
+@torch.no_grad()
+def target_rows(model: TargetModel, samples: Sequence[Sample], dtype: torch.dtype) -> list[Tensor]:
+    """Features [L, F] of each sample by one causal pass over all of them, on the model's device."""
+    device = model.lm_head.weight.device
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(sample.token_ids) for sample in samples], batch_first=True).to(device)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
+        _, features = model.hidden_states(padded)  # causal: padding behind changes nothing before it
+    return [rows[: len(sample.token_ids)] for rows, sample in zip(features, samples, strict=True)]
+
+
+def _make_feature_file(
+    model: TargetModel, samples: Sequence[Sample], path: Path, dtype: torch.dtype, on_progress: Callable[[Progress], None]
+) -> None:
+    """All features in one fp16 file, written aside and renamed; what it was made for is noted beside it, in a .json."""
     note, made_for = path.with_suffix(".json"), _made_for(model, samples, dtype)
-    if not (path.exists() and note.exists() and json.loads(note.read_text(encoding="utf-8")) == made_for):
+    if path.exists() and note.exists() and json.loads(note.read_text(encoding="utf-8")) == made_for:
+        return
+    aside, total, done = path.with_suffix(".part"), sum(len(sample.token_ids) for sample in samples), 0
+    size = total * len(model.tapped_layers) * model.config.hidden_size * 2
+    try:
         note.unlink(missing_ok=True)  # first: a note must never stand beside rows of other samples
-        aside = path.with_suffix(".part")
-        rows = np.memmap(aside, dtype=np.float16, mode="w+", shape=shape)
-        for group in _by_length(lengths):
-            _fill(model, [samples[index] for index in group], rows, starts[group], dtype)
-            on_rows(int(lengths[group].sum()))
-        rows.flush()
+        path.unlink(missing_ok=True)
+        with aside.open("wb") as file:
+            for group in _groups(samples):
+                chosen = samples[group]
+                for found in target_rows(model, chosen, dtype):
+                    file.write(as_stored(found).cpu().numpy().tobytes())
+                done += sum(len(sample.token_ids) for sample in chosen)
+                on_progress(Progress(phase="target features", done=done, total=total, note=f"{size / 1e9:.1f} GB in all"))
         aside.rename(path)
         note.write_text(json.dumps(made_for) + "\n", encoding="utf-8")
-    rows = np.memmap(path, dtype=np.float16, mode="r", shape=shape)
-    return Corpus(samples=samples, rows=rows, starts=starts, scales=_tap_scales(rows, len(model.tapped_layers)))
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise TrainingError(
+            f"{path}: expected room for {size / 1e9:.1f} GB of features, found: {error}. Free some, name another work folder, or train "
+            "with live features."
+        ) from error
 
 
 def _made_for(model: TargetModel, samples: Sequence[Sample], dtype: torch.dtype) -> dict[str, object]:
@@ -75,30 +205,24 @@ def _made_for(model: TargetModel, samples: Sequence[Sample], dtype: torch.dtype)
     return {"samples": hashlib.sha256(token_ids).hexdigest(), "tapped_layers": list(model.tapped_layers), "dtype": str(dtype)}
 
 
-def _by_length(lengths: np.ndarray) -> list[np.ndarray]:
-    """Sample indices in groups of like length, at most `_BATCH_TOKENS` padded tokens each (but at least one sample)."""
-    groups, start, order = [], 0, np.argsort(lengths, kind="stable")[::-1]
-    while start < len(order):
-        size = max(1, _BATCH_TOKENS // int(lengths[order[start]]))
-        groups.append(order[start : start + size])
-        start += size
-    return groups
+def _groups(samples: Sequence[Sample]) -> Iterator[slice]:
+    """Neighbouring samples, at most `_BATCH_TOKENS` padded tokens together (but at least one sample)."""
+    start = 0
+    while start < len(samples):
+        end, longest = start, 0
+        while end < len(samples) and (end == start or max(longest, len(samples[end].token_ids)) * (end + 1 - start) <= _BATCH_TOKENS):
+            longest = max(longest, len(samples[end].token_ids))
+            end += 1
+        yield slice(start, end)
+        start = end
 
 
-@torch.inference_mode()
-def _fill(model: TargetModel, samples: Sequence[Sample], rows: np.ndarray, starts: np.ndarray, dtype: torch.dtype) -> None:
-    """One target pass: features of `samples` to `rows`, from `starts` on."""
-    sequences = [torch.tensor(sample.token_ids) for sample in samples]
-    padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)  # causal: padding behind changes nothing before it
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
-        _, features = model.hidden_states(padded)
-    for sequence, start, found in zip(sequences, starts, features, strict=True):
-        kept = found[: len(sequence)].clamp(-_FP16_LIMIT, _FP16_LIMIT)
-        rows[start : start + len(sequence)] = kept.to(torch.float16).numpy()
-
-
-def _tap_scales(rows: np.ndarray, taps: int) -> Tensor:
+def _tap_scales(source: FeatureSource, tapped_layers: Sequence[int], count: int, width: int) -> Tensor:
     """Rms of each tap [T]: the median over rows of the row's rms, so that the spikes of first tokens do not count."""
-    chosen = torch.from_numpy(np.asarray(rows[:: max(1, len(rows) // _SCALE_ROWS)], dtype=np.float32))
-    per_row = chosen.view(len(chosen), taps, -1).square().mean(dim=-1).sqrt()
-    return per_row.median(dim=0).values.clamp_min(1e-6)  # it divides
+    indices = range(0, count, max(1, count // _SCALE_SAMPLES))
+    rms: list[Tensor] = []
+    for index in indices:
+        [rows] = source.rows([index])
+        per_layer = rows[:-1].float().cpu().view(len(rows) - 1, len(source.layers), width).square().mean(dim=-1).sqrt()
+        rms.append(per_layer[:, [source.layers.index(layer) for layer in tapped_layers]])
+    return torch.cat(rms).median(dim=0).values.clamp_min(1e-6)  # it divides

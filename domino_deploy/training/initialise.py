@@ -35,6 +35,9 @@ def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
         problems.append(f"mask_token_id must lie in [0, {target.vocab_size}), found {recipe.mask_token_id}")
     if problems:
         raise TrainingError(listed("The recipe does not fit this target", problems, "Correct these values."))
+    head = {name: getattr(recipe, name) for name in ("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim")}
+    if recipe.drafter_kind is DrafterKind.DFLASH:
+        head = {}
     return DrafterConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -47,15 +50,13 @@ def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
         rope=target.rope,
         max_position_embeddings=target.max_position_embeddings,
         has_qk_norm=True,
-        kind=DrafterKind.DOMINO,
+        kind=recipe.drafter_kind,
         block_size=recipe.block_size,
         num_target_layers=target.num_layers,
         target_layer_ids=taps,
         mask_token_id=recipe.mask_token_id,
         shift_label=recipe.shift_label,
-        pure_draft_prefix_len=recipe.pure_draft_prefix_len,
-        emb_dim=recipe.emb_dim,
-        gru_hidden_dim=recipe.gru_hidden_dim,
+        **head,
     )
 
 
@@ -68,7 +69,7 @@ def new_drafter(target: TargetModel, config: DrafterConfig, sample_ids: Tensor) 
         config: the drafter's.
         sample_ids: int64 [B, S] text of the target; q/k norms start at the rms that the copied projections give on it.
     """
-    drafter = DrafterModel(config)
+    drafter = DrafterModel(config)  # in fp32, whatever the target's type
     first = target.config.num_layers - config.num_layers
     scales = _query_key_rms(target, first, sample_ids)
     for index, layer in enumerate(drafter.layers):

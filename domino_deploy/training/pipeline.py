@@ -1,90 +1,160 @@
-"""From prompts to a drafter: what `domino-deploy train` does, step by step."""
+"""From prompts to a drafter: what `domino-deploy train` does, step by step, in one process or many."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from domino_deploy.checkpoint import CONFIG, WEIGHTS, Checkpoint, open_drafter, open_target
-from domino_deploy.checkpoint_text import chat_template, special_tokens, tokenizer_file
+from domino_deploy.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, open_drafter, open_target
 from domino_deploy.config import TargetConfig
-from domino_deploy.errors import TrainingError
+from domino_deploy.errors import TrainingError, listed, shortened
 from domino_deploy.model.loading import load_target
-from domino_deploy.runtime.text import Tokenizer
 from domino_deploy.strict_json import read_object
+from domino_deploy.training.answer_options import Answering
+from domino_deploy.training.answering import answer_prompts
+from domino_deploy.training.distributed import World, joined
 from domino_deploy.training.evaluate import Acceptance
+from domino_deploy.training.features import corpus_of
+from domino_deploy.training.fingerprint import fingerprint
 from domino_deploy.training.initialise import drafter_config
-from domino_deploy.training.prompt_file import read_messages, tokenise
+from domino_deploy.training.progress import Progress
+from domino_deploy.training.prompt_file import Conversation
 from domino_deploy.training.recipe import Recipe
-from domino_deploy.training.regenerate import Sample, read_samples, regenerate
-from domino_deploy.training.trainer import Progress, train
+from domino_deploy.training.samples import Sample
+from domino_deploy.training.store import CLAIM, StoredSamples, read_stored
+from domino_deploy.training.trainer import CHECKPOINT, METRICS, train
 
 
 def train_from_prompts(
     target: str | Path,
-    prompts: Path,
+    conversations: Sequence[Conversation],
     output: Path,
     *,
     work: Path,
     recipe: Recipe,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    batch_size: int,
+    answering: Answering,
+    device: str = "auto",
     target_revision: str | None = None,
     start: str | Path | None = None,
     overwrite: bool = False,
-    progress: Callable[[str], None] = lambda step: None,
+    restart: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Acceptance | None:
-    """Regenerate, compute features, train, save; returns the last held-out measurement.
+    """Regenerate what is not answered yet, train on all samples of the work folder, save; the last held-out measurement.
 
     Args:
         target: folder or hub id.
-        prompts: JSONL, see `prompt_file.read_messages`.
+        conversations: what the target is asked; none if `work` holds its responses already.
         output: folder of the drafter, made when training is done.
-        work: holds responses and features of this target; what is there already is not computed again.
+        work: responses, features and the state of the run; an interrupted run goes on from there.
         recipe: shape and course of the run.
-        max_prompt_tokens: longer prompts are left out.
-        max_new_tokens: longest response, tokens.
-        batch_size: responses decoded together.
+        answering: how prompts are answered; its dtype, taps and share among processes are set here.
+        device: auto, cpu or cuda.
         target_revision: of a hub target.
         start: a trained drafter to go on from (folder or hub id); None for the target's own last layers.
         overwrite: replace an existing drafter at `output`.
-        progress: told each step as it goes.
+        restart: forget the state of an interrupted run; responses and features are kept.
+        on_progress: told about every phase, by the first process.
 
     Raises:
-        TrainingError: bad prompts, too few samples, an output that may not be replaced, a work folder of another target, a loss
-            that is not finite.
+        TrainingError: bad prompts, too few samples, an output that may not be replaced, a work folder of another target or another run,
+            a full disk, a loss that is not finite.
         CheckpointError: a target, or a drafter to start from, that cannot be used.
     """
     _refuse_existing(output, overwrite)
-    conversations = read_messages(prompts)
     checkpoint = open_target(target, revision=target_revision)
     config = drafter_config(checkpoint.config, recipe)
     started = None if start is None else open_drafter(start)
-    tokenised = tokenise(conversations, _tokenizer(checkpoint), max_prompt_tokens)
-    _claim(work, {"target": str(checkpoint.folder.resolve()), "dtype": recipe.dtype, "max_new_tokens": max_new_tokens})
-    responses, done = work / "responses.jsonl", 0
+    with joined(device) as world:
+        tell = on_progress if world.is_main else _silent
+        if conversations:
+            options = _answering(answering, recipe, world)
+            answer_prompts(checkpoint, conversations, work, options, device=world.device, on_progress=tell)
+            world.wait()
+        stored = read_stored(work)
+        _check_samples(work, stored, checkpoint, recipe)
+        chosen = usable(stored.samples, recipe)
+        if restart and world.is_main:
+            shutil.rmtree(work / CHECKPOINT, ignore_errors=True)
+            (work / METRICS).unlink(missing_ok=True)
+        world.wait()
+        with_outputs = recipe.soft_labels > 0
+        layers = config.target_layer_ids + ((config.num_target_layers - 1,) if with_outputs else ())
+        model = load_target(checkpoint, tuple(sorted(set(layers))), dtype=getattr(torch, recipe.dtype)).to(world.device)
+        corpus = corpus_of(
+            model,
+            stored,
+            chosen,
+            config.target_layer_ids,
+            with_outputs=with_outputs,
+            live=recipe.features == "live",
+            dtype=getattr(torch, recipe.dtype),
+            path=work / "features-of-training.f16",
+            world=world,
+            on_progress=tell,
+        )
+        made_for = {"target": fingerprint(checkpoint), "start": None if started is None else fingerprint(started)}
+        return train(model, config, corpus, recipe, output, work=work, made_for=made_for, start=started, world=world, on_progress=tell)
 
-    def on_tokens(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        progress(f"Regenerating responses: {done} tokens")
 
-    progress(f"Regenerating responses to {len(tokenised)} prompts")
-    narrow = load_target(checkpoint, dtype=getattr(torch, recipe.dtype))
-    regenerate(narrow, tokenised, responses, max_new_tokens=max_new_tokens, batch_size=batch_size, on_tokens=on_tokens)
-    del narrow  # before the wide one is loaded
-    samples = _shuffled(read_samples(responses), tokenised, recipe.seed)
+def usable(samples: Sequence[Sample], recipe: Recipe) -> list[int]:
+    """Indices of the samples with an anchor and a label, and not too long, in an order that depends on them and the seed alone.
 
-    def on_progress(state: Progress) -> None:
-        progress(f"{state.phase} {state.done}/{state.total}  {state.note}")
+    Raises:
+        TrainingError: no more than are held out.
+    """
+    kept = [index for index, sample in enumerate(samples) if len(sample.response_ids) >= 2 and len(sample.token_ids) <= recipe.max_length]
+    if len(kept) <= recipe.held_out:
+        raise TrainingError(
+            f"Training needs more than {recipe.held_out} samples (the held-out ones) with at least two response tokens and at most "
+            f"{recipe.max_length} tokens in all; found {len(kept)} of {len(samples)}. Regenerate more responses, hold out fewer, or "
+            "raise --max-length."
+        )
+    kept.sort(key=lambda index: samples[index].prompt_ids)
+    random.Random(recipe.seed).shuffle(kept)
+    return kept
 
-    model = load_target(checkpoint, config.target_layer_ids)
-    return train(model, config, samples, recipe, output, work=work, start=started, on_progress=on_progress)
+
+def _silent(progress: Progress) -> None:
+    """Of several processes one speaks."""
+
+
+def _answering(options: Answering, recipe: Recipe, world: World) -> Answering:
+    taps = recipe.num_taps if recipe.features == "cached" else 0
+    return dataclasses.replace(
+        options,
+        dtype=recipe.dtype,
+        num_taps=taps,
+        soft_labels=taps > 0 and recipe.soft_labels > 0,
+        part=world.rank,
+        parts=world.size,
+        parts_here=world.size,
+    )
+
+
+def _check_samples(work: Path, stored: StoredSamples, checkpoint: Checkpoint[TargetConfig], recipe: Recipe) -> None:
+    """The samples are this target's, and none holds the token that is to stand for MASK."""
+    if (work / CLAIM).exists():
+        found = read_object(work / CLAIM).get("target")
+        if found != fingerprint(checkpoint):
+            raise TrainingError(
+                f"{work}: expected responses of {checkpoint.source}, found those of a target with other weights ({CLAIM}). "
+                "A drafter learns what its own target says: name another work folder."
+            )
+    problems, vocabulary = [], checkpoint.config.vocab_size
+    for number, sample in enumerate(stored.samples):
+        if max(sample.token_ids) >= vocabulary:
+            problems.append(f"sample {number}: token {max(sample.token_ids)}, outside the target's vocabulary of {vocabulary}")
+        elif recipe.mask_token_id in sample.token_ids:
+            problems.append(f"sample {number}: token {recipe.mask_token_id}, which is to stand for MASK (mask_token_id)")
+    if problems:
+        advice = "Regenerate with this target, and choose a mask_token_id that its text never holds."
+        raise TrainingError(listed(f"{work}: {len(problems)} sample(s) cannot be used", shortened(problems, most=20), advice))
 
 
 def _refuse_existing(output: Path, overwrite: bool) -> None:
@@ -92,33 +162,6 @@ def _refuse_existing(output: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise TrainingError(f"Expected a new folder for the drafter, found {output}. Name another one, or pass --force.")
-    if output.is_symlink() or not ((output / CONFIG).is_file() and (output / WEIGHTS).is_file()):
+    has_weights = (output / WEIGHTS).is_file() or (output / INDEX).is_file()
+    if output.is_symlink() or not ((output / CONFIG).is_file() and has_weights):
         raise TrainingError(f"{output}: expected a drafter to replace, found something else. Remove it, or name another folder.")
-
-
-def _tokenizer(checkpoint: Checkpoint[TargetConfig]) -> Tokenizer:
-    folder = checkpoint.folder
-    return Tokenizer(tokenizer_file(folder), chat_template=chat_template(folder), special_tokens=special_tokens(folder))
-
-
-def _claim(work: Path, made_for: dict[str, object]) -> None:
-    """Keep a work folder to one target: responses and features do not say whose they are."""
-    note = work / "made-for.json"
-    if note.exists():
-        found = read_object(note)
-        if found != made_for:
-            raise TrainingError(f"{work}: expected a work folder made for {made_for}, found one for {found}. Name another one.")
-        return
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainingError(f"{work}: expected a work folder that can be written to, found: {error}. Name another one.") from error
-    note.write_text(json.dumps(made_for) + "\n", encoding="utf-8")
-
-
-def _shuffled(samples: Sequence[Sample], prompts: Sequence[tuple[int, ...]], seed: int) -> list[Sample]:
-    """The samples that answer `prompts`, in an order that depends on them and the seed alone, not on who was answered first."""
-    wanted = set(prompts)
-    kept = sorted((sample for sample in samples if sample.prompt_ids in wanted), key=lambda sample: sample.prompt_ids)
-    random.Random(seed).shuffle(kept)
-    return kept
