@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from domino_deploy.errors import CheckpointError, MissingDependencyError
@@ -17,12 +18,13 @@ _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja")
 _NOT_DOWNLOADED = ("*/*",)
 
 
-def resolve(source: str | Path, revision: str | None = None) -> tuple[Path, str | None]:
+def resolve(source: str | Path, revision: str | None = None, *, only: Sequence[str] = _DOWNLOADED) -> tuple[Path, str | None]:
     """Local folder of a checkpoint, and its commit when it came from the hub.
 
     Args:
         source: an existing folder, or a hub id `org/name`.
         revision: branch, tag or commit; for hub ids only.
+        only: files to fetch from the hub, as patterns.
 
     Raises:
         CheckpointError: neither a folder nor a hub id, a folder with a revision, or a failed download.
@@ -38,7 +40,7 @@ def resolve(source: str | Path, revision: str | None = None) -> tuple[Path, str 
         raise CheckpointError(f"{source}: expected a checkpoint folder, found a file. Name the folder it lies in.")
     if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
         raise CheckpointError(f"{str(source)!r}: expected an existing folder or a hub id like org/name, found neither. Check the spelling.")
-    return _download(source, revision)
+    return _download(source, revision, only)
 
 
 def file_in(folder: Path, name: str) -> Path:
@@ -63,7 +65,7 @@ def file_in(folder: Path, name: str) -> Path:
     return path
 
 
-def _download(hub_id: str, revision: str | None) -> tuple[Path, str]:
+def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> tuple[Path, str]:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -73,7 +75,7 @@ def _download(hub_id: str, revision: str | None) -> tuple[Path, str]:
             "Run: pip install 'domino-deploy[export]'"
         ) from error
     try:
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*_DOWNLOADED], ignore_patterns=[*_NOT_DOWNLOADED]))
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*patterns], ignore_patterns=[*_NOT_DOWNLOADED]))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
         raise CheckpointError(

@@ -79,12 +79,27 @@ def test_the_wheel_holds_every_module_of_the_checkout(wheel: Path) -> None:
     assert "domino_deploy/py.typed" in zipfile.ZipFile(wheel).namelist()
 
 
+def test_the_wheel_holds_the_shipped_recipes(wheel: Path) -> None:
+    expected = {f"domino_deploy/training/recipes/{path.name}" for path in (ROOT / "domino_deploy" / "training" / "recipes").iterdir()}
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".json")}
+    assert found == expected
+    assert expected, "no recipe is shipped"
+
+
+def test_an_installation_finds_its_recipes(python: Path, tmp_path: Path) -> None:
+    code = "from domino_deploy.training import recipe; print([recipe.read_recipe(name).epochs for name in recipe.shipped_recipes()])"
+    done = run(python, code, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[3, 3]\n"), done.stderr
+
+
 def test_every_package_is_listed_by_name() -> None:
     expected = set()
     for package, folder in (("domino_deploy", "domino_deploy"), *((f"domino_deploy.{name}", name) for name in BESIDE)):
         for path in (ROOT / folder).rglob("__init__.py"):
             expected.add(".".join((package, *path.parent.relative_to(ROOT / folder).parts)))
-    assert set(SETUPTOOLS["packages"]) == expected
+    data = {package for package in SETUPTOOLS["package-data"] if package not in expected}
+    assert data == {"domino_deploy.training.recipes"}
+    assert set(SETUPTOOLS["packages"]) == expected | data
     assert SETUPTOOLS["packages"] == sorted(SETUPTOOLS["packages"])
 
 
