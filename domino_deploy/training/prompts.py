@@ -85,6 +85,67 @@ _PROBLEMS = (
     "A bag holds {c} red and {d} blue marbles. What is the probability of drawing a red one?",
     "Simplify the fraction {b}/{big}.",
 )
+# Sentences of composed problems: an opening, some changes and a question about the same quantity.
+_STORIES = {
+    "count": (
+        (
+            "{name} has {a} {goods}.",
+            "{name} starts the week with {a} {goods}.",
+            "There are {a} {goods} in {name}'s {place}.",
+            "{name} collected {a} {goods} last {season}.",
+        ),
+        (
+            "{other} gives {name} {b} more.",
+            "{name} buys {c} packs with {d} in each.",
+            "On {day}, {name} gives {c} of them to {other}.",
+            "Then half of them are sold.",
+            "{name} finds {d} more in the {place}.",
+            "A third of what is left is given to {other}.",
+            "Every day for {c} days, {name} adds {two} more.",
+            "{pct}% of them turn out to be broken and are thrown away.",
+            "{other} has twice as many and gives {name} a quarter of those.",
+        ),
+        ("How many {goods} does {name} have in the end?", "How many {goods} are left?", "How many {goods} are there now?"),
+    ),
+    "money": (
+        (
+            "{name} has ${big}.",
+            "{name} earns ${b} an hour and works {c} hours.",
+            "{name} saves ${c} a day for {b} days.",
+            "{name} sells {a} {goods} at ${d} each.",
+        ),
+        (
+            "{name} buys {c} {goods} for ${two} each.",
+            "The ticket to the {place} costs ${d}.",
+            "{other} pays back ${b}.",
+            "{name} spends a quarter of the money on food.",
+            "Rent takes {pct}% of it.",
+            "On {day}, {name} earns another ${a}.",
+            "Half of it goes to {other}.",
+            "There is a {pct}% tax on the whole amount.",
+        ),
+        ("How much money does {name} have left?", "How many dollars remain?", "How much does {name} have now?"),
+    ),
+    "time": (
+        (
+            "{name} reads a book of {big} pages.",
+            "{name} has to drive {big} miles to the {place}.",
+            "{name} must paint {a} fences.",
+            "{name} wants to type {big} words.",
+        ),
+        (
+            "In the first hour {name} does {b} of them.",
+            "After {two} hours {name} takes a break of {d} minutes.",
+            "From then on {name} is twice as fast.",
+            "{other} helps and does {c} an hour.",
+            "On {day} {name} does {pct}% of it.",
+        ),
+        ("How many hours does it take in all?", "How long does {name} need?", "How much is left to do after {c} hours?"),
+    ),
+}
+_PLACES = "garden | shop | box | classroom | library | museum | kitchen | basement | farm | market | zoo | park".split(" | ")
+_DAYS = "Monday | Tuesday | Wednesday | Thursday | Friday | Saturday | Sunday".split(" | ")
+_SEASONS = "spring | summer | autumn | winter".split(" | ")
 # As DFlash and Domino word it in their evaluations.
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 _QUESTIONS = (
@@ -149,6 +210,25 @@ def word_problems(split: Split, count: int) -> list[str]:
         text = rng.choice(_PROBLEMS).format(name=name, other=other, goods=rng.choice(_GOODS), **values) + rng.choice(("", BOXED))
         if is_held_out(text) == (split == "held-out"):
             prompts.append(text)
+    return prompts
+
+
+def story_problems(count: int) -> list[str]:
+    """Arithmetic in two to five sentences put together at random, three quarters of them with the request for a boxed answer.
+
+    For training only: some have no sensible answer, which does not matter to a drafter.
+    """
+    rng = random.Random(_SEED)
+    prompts = []
+    for _ in range(count):
+        openings, changes, questions = rng.choice(list(_STORIES.values()))
+        sentences = [rng.choice(openings), *rng.sample(changes, rng.randint(1, 3)), rng.choice(questions)]
+        name, other = rng.sample(_NAMES, 2)
+        slots: dict[str, object] = {"name": name, "other": other, "goods": rng.choice(_GOODS), "place": rng.choice(_PLACES)}
+        slots |= {"day": rng.choice(_DAYS), "season": rng.choice(_SEASONS), "pct": rng.choice((5, 10, 20, 25, 30, 50))}
+        slots |= {"a": rng.randint(12, 90), "b": rng.randint(5, 40), "c": rng.randint(2, 9), "d": rng.randint(3, 20)}
+        slots |= {"two": rng.randint(2, 5), "big": rng.randint(10, 80) * 10}
+        prompts.append(" ".join(sentences).format(**slots) + (BOXED if rng.random() < 0.75 else ""))
     return prompts
 
 
