@@ -23,6 +23,7 @@ from domino_deploy.training import prompts
 
 _CODE_WORDS = re.compile(r"\b(python|javascript|function|sql|code|script|html|css|java|c\+\+|react|regex|bash)\b", re.IGNORECASE)
 _COMPLETE = "Write a solution to the following problem and make sure that it passes the tests:"
+_WRITE = "Write a python function to "
 
 
 def completion_tasks(sources: Iterable[Path], seed: int) -> list[tuple[str, str]]:
@@ -49,7 +50,7 @@ def completion_tasks(sources: Iterable[Path], seed: int) -> list[tuple[str, str]
 
 
 def _request(sentence: str) -> str:
-    return f"Write a python function to {sentence[0].lower()}{sentence[1:]}."
+    return f"{_WRITE}{sentence[0].lower()}{sentence[1:]}."
 
 
 def stdlib() -> list[Path]:
@@ -151,6 +152,22 @@ def _benchmark_texts() -> tuple[str, ...]:
     )
 
 
+def kind_of(prompt: str) -> str:
+    """What a prompt was made from; figures are given by kind."""
+    if prompt.startswith((_COMPLETE, _WRITE)):
+        return "code-completion"
+    return next((kind for kind, own in _own_prompts().items() if prompt in own), "real-chat")
+
+
+@functools.cache
+def _own_prompts() -> dict[str, set[str]]:
+    return {
+        "templated-code": {*prompts.broad_code("train"), *prompts.templated_code("train")},
+        "word-problems": {*prompts.word_problems("train", 3000), *prompts.story_problems(12_000)},
+        "short-chat": set(prompts.short_chat("train")),
+    }
+
+
 def _shuffled(chosen: list[str]) -> list[str]:
     random.Random(3).shuffle(chosen)
     return list(dict.fromkeys(chosen))
@@ -158,7 +175,7 @@ def _shuffled(chosen: list[str]) -> list[str]:
 
 def main() -> None:
     chosen = {"broad": broad, "family": family, "large": large, "huge": huge}[sys.argv[1]]()
-    Path(sys.argv[2]).write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in chosen))
+    Path(sys.argv[2]).write_text("".join(json.dumps({"prompt": prompt, "kind": kind_of(prompt)}) + "\n" for prompt in chosen))
 
 
 if __name__ == "__main__":
