@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_TOKEN_BYTES = 4
 
 
 @contextmanager
@@ -34,6 +37,31 @@ def written_aside(path: Path) -> Iterator[Path]:
         raise
 
 
+def mend(path: Path) -> None:
+    """Clear up after a process that was killed in `written_aside(path)`; no other may be in it now.
+
+    What stood at `path` comes back if the process was between moving it away and moving the new folder in.
+    """
+    for hidden in path.parent.glob(f".{glob.escape(path.name)}-{'[0-9a-f]' * 2 * _TOKEN_BYTES}"):
+        if (hidden / path.name).exists() and not path.exists():
+            (hidden / path.name).rename(path)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def try_place(path: Path) -> None:
+    """Find out now what `written_aside(path)` would find out when it begins; nothing stays behind.
+
+    Raises:
+        OSError: the parent folders cannot be made or written to.
+    """
+    with suppress(_OnlyTried), written_aside(path):
+        raise _OnlyTried
+
+
+class _OnlyTried(Exception):
+    pass
+
+
 def _swap(aside: Path, path: Path) -> None:
     """Put `aside` in the place of `path`; what was there is removed last, and comes back if the move fails."""
     if not path.exists():
@@ -57,7 +85,7 @@ def _swap(aside: Path, path: Path) -> None:
 
 def _hidden_sibling(path: Path) -> Path:
     # Not tempfile's: its folders are private to the user, and this one will be seen.
-    folder = path.parent / f".{path.name}-{secrets.token_hex(4)}"
+    folder = path.parent / f".{path.name}-{secrets.token_hex(_TOKEN_BYTES)}"
     folder.mkdir()
     return folder
 

@@ -90,6 +90,14 @@ def default_target_layer_ids(count: int, target_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count))
 
 
+def has_room_for_taps(count: int, target_layers: int) -> bool:
+    """Whether `default_target_layer_ids` names layers that the target has, each once."""
+    if count > target_layers:
+        return False
+    layers = default_target_layer_ids(count, target_layers)
+    return layers[0] >= 0 and len(set(layers)) == count
+
+
 def _drafter_fields(raw: JsonObject, problems: list[str]) -> Fields:
     places = []
     for nest in _NESTS:

@@ -1,16 +1,15 @@
 """Trains the paper's variants on the same samples and compares their acceptance lengths: see scripts/ablation.
 
-python scripts/ablation.py TARGET WORK OUT.json [--recipe R] [--steps N] [--seeds N] [--held-out N] ...
+python scripts/ablation.py TARGET WORK OUT.json [--recipe JSON] [--seeds N]
 
 WORK holds the target's responses (`domino-deploy regenerate`), each with its kind.  Every run's result is kept in
-WORK/ablation, so an interrupted comparison goes on.
+WORK/ablation, so an interrupted comparison goes on; with another recipe or other samples it is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,11 +23,14 @@ import torch
 from domino_deploy.bench.machine import this_machine, versions
 from domino_deploy.checkpoint import open_target
 from domino_deploy.model.loading import load_target
+from domino_deploy.model.target import TargetModel
 from domino_deploy.training.features import Corpus, corpus_of
 from domino_deploy.training.initialise import drafter_config
+from domino_deploy.training.pipeline import usable
 from domino_deploy.training.progress import Progress
 from domino_deploy.training.recipe import Recipe, recipe_from
-from domino_deploy.training.store import StoredSamples, read_stored
+from domino_deploy.training.samples import Sample, digest
+from domino_deploy.training.store import read_stored
 from domino_deploy.training.trainer import train
 
 # As in the paper's table of training strategies (arXiv 2605.29707); the last one is also measured with its head off.
@@ -105,14 +107,14 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def order_of(stored: StoredSamples, recipe: Recipe) -> list[int]:
-    """The usable samples, shuffled by a fixed seed; the same for every variant and seed."""
-    usable = [
-        index for index, sample in enumerate(stored.samples) if len(sample.response_ids) >= 2 and len(sample.token_ids) <= recipe.max_length
-    ]
-    usable.sort(key=lambda index: stored.samples[index].prompt_ids)
-    random.Random(0).shuffle(usable)
-    return usable
+def refuse_other_results(folder: Path, recipe: Recipe, samples: Sequence[Sample]) -> None:
+    """Results that are kept in `folder` must be of this recipe and these samples, or the table would mix two comparisons."""
+    made_for, note = {"recipe": recipe.to_dict(), "samples": digest(samples)}, folder / "made-for.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not note.exists():
+        note.write_text(json.dumps(made_for) + "\n", encoding="utf-8")
+    elif json.loads(note.read_text(encoding="utf-8")) != made_for:
+        sys.exit(f"{folder}: expected results of this recipe and these samples, found others ({note.name}). Remove it to start anew.")
 
 
 @click.command()
@@ -131,13 +133,14 @@ def main(target: Path, work: Path, output: Path, changes: str, seeds: int) -> No
     corpus = corpus_of(
         model,
         stored,
-        order_of(stored, base),
+        usable(stored.samples, base),  # the recipe's own seed: the same order for every variant and every seed of a run
         taps,
         with_outputs=False,
         live=False,
         dtype=getattr(torch, base.dtype),
         path=work / "ablation-features.f16",
     )
+    refuse_other_results(work / "ablation", base, corpus.samples)
     runs: dict[str, list[Counts]] = {name: [] for name in (*VARIANTS, HEAD_OFF)}
     for seed in range(seeds):
         for name, own in VARIANTS.items():
@@ -150,7 +153,7 @@ def main(target: Path, work: Path, output: Path, changes: str, seeds: int) -> No
         write(output, base, corpus, {name: found for name, found in runs.items() if found})
 
 
-def run(model: Any, corpus: Corpus, recipe: Recipe, folder: Path, name: str) -> tuple[Counts, Counts]:
+def run(model: TargetModel, corpus: Corpus, recipe: Recipe, folder: Path, name: str) -> tuple[Counts, Counts]:
     """Train one drafter, or take the result of an earlier start: counts with the head and without."""
     result = folder / f"{name.replace(', ', '-').replace(' ', '-')}.json"
     if not result.exists():

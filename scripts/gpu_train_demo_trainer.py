@@ -21,10 +21,11 @@ from domino_deploy.model.target import TargetModel
 from domino_deploy.training.distributed import World
 from domino_deploy.training.evaluate import Acceptance
 from domino_deploy.training.features import Corpus
+from domino_deploy.training.places import CHECKPOINT, METRICS
 from domino_deploy.training.progress import Progress
 from domino_deploy.training.recipe import Recipe
 from domino_deploy.training.save import save_drafter
-from domino_deploy.training.trainer import CHECKPOINT, METRICS, train
+from domino_deploy.training.trainer import train
 
 TIMING_STEPS = 41  # the trainer tells about steps 1, 21 and 41: the last twenty are timed
 TIMING_HELD_OUT = 64

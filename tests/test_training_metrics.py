@@ -121,7 +121,7 @@ class TestPlot:
         tau = curves(found["Accepted tokens per target pass"])
         assert tau.pop("base, held-out") == [1.4]
         assert tau.pop("final, held-out") == [1.9]
-        assert tau == {"base, true tokens fed": [1.5] * 3, "final, true tokens fed": [2.0] * 3}
+        assert tau == {"base, training blocks": [1.5] * 3, "final, training blocks": [2.0] * 3}
         assert curves(found["Throughput"]) == {"tokens per second": [900.0] * 3}
         assert all(axis.get_ylabel() for axis in found.values())
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -135,7 +135,7 @@ class TestPlot:
         found = panels(path, monkeypatch)
         assert "lambda" not in found
         assert curves(found["Loss"]) == {"base": [3.0, 3.0]}
-        assert curves(found["Accepted tokens per target pass"]) == {"base, true tokens fed": [1.5, 1.5]}
+        assert curves(found["Accepted tokens per target pass"]) == {"base, training blocks": [1.5, 1.5]}
 
     def test_a_long_run_is_drawn_under_its_running_mean(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "metrics.jsonl"
@@ -152,7 +152,7 @@ class TestPlot:
         log = MetricsLog(path)
         log.append(training_line(0, base_tau=float("nan")))
         log.append(training_line(20))
-        assert curves(panels(path, monkeypatch)["Accepted tokens per target pass"])["base, true tokens fed"] == [1.5]
+        assert curves(panels(path, monkeypatch)["Accepted tokens per target pass"])["base, training blocks"] == [1.5]
 
     @pytest.mark.parametrize("content", ["", '{"step": 0, "lo'])
     def test_a_file_without_a_line_is_refused(self, tmp_path: Path, content: str) -> None:

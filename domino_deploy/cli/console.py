@@ -153,10 +153,10 @@ def template_variables(text: str | None) -> dict[str, Any]:
     """
     try:
         found = json.loads(text or "{}")
-    except ValueError as error:
-        raise RequestError(f"Expected --chat-template-kwargs as a JSON object, found {text!r}: {error}. Correct it.") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"Expected --chat-template-kwargs as a JSON object, found {str(text)[:80]!r}: {error}. Correct it.") from error
     if not isinstance(found, dict):
-        raise RequestError(f"Expected --chat-template-kwargs as a JSON object, found {text!r}. Correct it.")
+        raise RequestError(f"Expected --chat-template-kwargs as a JSON object, found {str(text)[:80]!r}. Correct it.")
     return found
 
 

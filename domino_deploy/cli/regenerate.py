@@ -14,6 +14,7 @@ from domino_deploy.cli.extras import needs
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.training.answer_options import Answering
+from domino_deploy.training.prompt_file import PACKAGED, packaged, read_conversations
 
 if TYPE_CHECKING:
     from domino_deploy.training.answering import Answers, Plan
@@ -37,7 +38,7 @@ _PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
     "--kind",
     multiple=True,
     metavar="NAME[:COUNT]",
-    help="Prompts of our own: templated-code, word-problems, story-problems or short-chat; may be given several times.",
+    help=f"Prompts of our own: {', '.join(PACKAGED)}; may be given several times.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="WORK", help="Folder of the samples.")
 @click.option("--max-prompt-tokens", type=click.IntRange(min=1), default=_DEFAULT.max_prompt_tokens, help="Longer prompts are left out.")
@@ -93,7 +94,6 @@ def regenerate(
         from domino_deploy.checkpoint import open_target
         from domino_deploy.training.answering import answer_prompts
         from domino_deploy.training.distributed import device_of
-        from domino_deploy.training.prompt_file import packaged, read_conversations
 
     own, parts, parts_here = _share(part)
     options = Answering(

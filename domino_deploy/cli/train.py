@@ -12,6 +12,7 @@ from domino_deploy.cli.console import echo_json, progress_bar, template_variable
 from domino_deploy.cli.extras import needs
 from domino_deploy.errors import RequestError, TrainingError
 from domino_deploy.training.answer_options import Answering
+from domino_deploy.training.prompt_file import read_conversations
 from domino_deploy.training.recipe import Recipe, read_recipe, recipe_from, shipped_recipes
 
 # Every field of the recipe is an option; what it means is said once, here.
@@ -99,8 +100,10 @@ def _recipe_options(command: click.Command) -> click.Command:
 @click.option("--restart", is_flag=True, help="Forget the state of an interrupted run; responses and features are kept.")
 @click.option("--force", is_flag=True, help="Replace DIR if it exists.")
 @click.option("--dry-run", is_flag=True, help="Say what the run would take, and do nothing; only the target's config.json is read.")
-@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="For --dry-run: number of regenerated samples.")
-@click.option("--mean-tokens", type=click.IntRange(min=1), metavar="N", help="For --dry-run: their mean length, prompt included.")
+@click.option("--samples", type=click.IntRange(min=1, max=10**12), metavar="N", help="For --dry-run: number of regenerated samples.")
+@click.option(
+    "--mean-tokens", type=click.IntRange(min=1, max=10**12), metavar="N", help="For --dry-run: their mean length, prompt included."
+)
 @click.option("--processes", type=click.IntRange(min=1), metavar="N", help="For --dry-run: number of GPUs.  [default: 1]")
 @click.option("--json", is_flag=True, help="The result as one JSON object.")
 @click.pass_context
@@ -158,7 +161,6 @@ def _train(
 
         from domino_deploy.training.distributed import process_of_torchrun
         from domino_deploy.training.pipeline import train_from_prompts
-        from domino_deploy.training.prompt_file import read_conversations
 
     answering = dataclasses.replace(
         _ANSWERING,

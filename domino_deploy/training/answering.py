@@ -11,18 +11,21 @@ from pathlib import Path
 import torch
 
 from domino_deploy.checkpoint import Checkpoint
-from domino_deploy.checkpoint_drafter import default_target_layer_ids
+from domino_deploy.checkpoint_drafter import default_target_layer_ids, has_room_for_taps
 from domino_deploy.checkpoint_text import chat_template, special_tokens, tokenizer_file
 from domino_deploy.config import TargetConfig
 from domino_deploy.errors import TrainingError
 from domino_deploy.model.loading import load_target
 from domino_deploy.runtime.text import Tokenizer
 from domino_deploy.training.answer_options import Answering
+from domino_deploy.training.features import layers_read
 from domino_deploy.training.fingerprint import fingerprint
 from domino_deploy.training.progress import Progress
 from domino_deploy.training.prompt_file import Conversation, tokenise
 from domino_deploy.training.regenerate import Regenerated, regenerate
+from domino_deploy.training.samples import Prompt
 from domino_deploy.training.store import SampleStore, StoredSamples
+from domino_deploy.training.store_files import as_training_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,8 @@ class Answers:
     store: SampleStore
 
     def read(self) -> StoredSamples:
-        return self.store.read()
+        with as_training_error(self.store.folder):
+            return self.store.read()
 
 
 def answer_prompts(
@@ -74,11 +78,13 @@ def answer_prompts(
         TrainingError: prompts or a work folder that cannot be used, taps that the target has no room for, too little disk or memory.
     """
     prompts = tokenise(conversations, _tokenizer(checkpoint), _longest_prompt(checkpoint.config, options), options.template_variables)
+    _refuse_foreign_tokens(prompts.prompts, checkpoint)
     own = prompts.prompts[options.part :: options.parts]
     layers = stored_layers(checkpoint.config, options.num_taps, soft_labels=options.soft_labels)
     width = len(layers) * checkpoint.config.hidden_size
     store = SampleStore.open(work, claim=claim_of(checkpoint, options), tapped_layers=layers, width=width, part=options.part)
-    answered = store.answered()
+    with as_training_error(work):
+        answered = store.answered()
     most_rows = sum(len(prompt.ids) + options.max_new_tokens for prompt in own if prompt.ids not in answered)
     plan = Plan(
         prompts=len(own),
@@ -129,10 +135,19 @@ def stored_layers(target: TargetConfig, num_taps: int, *, soft_labels: bool) -> 
     """
     if num_taps == 0:
         return ()
-    taps = default_target_layer_ids(num_taps, target.num_layers)
-    if len(set(taps)) < len(taps) or taps[0] < 0:
+    if not has_room_for_taps(num_taps, target.num_layers):
         raise TrainingError(f"Expected taps on distinct layers of a target of {target.num_layers}, found {num_taps}. Lower --num-taps.")
-    return tuple(sorted({*taps, *((target.num_layers - 1,) if soft_labels else ())}))
+    return layers_read(default_target_layer_ids(num_taps, target.num_layers), target.num_layers, with_outputs=soft_labels)
+
+
+def _refuse_foreign_tokens(prompts: Sequence[Prompt], checkpoint: Checkpoint[TargetConfig]) -> None:
+    vocabulary = checkpoint.config.vocab_size
+    most = max(max(prompt.ids) for prompt in prompts)
+    if most >= vocabulary:
+        raise TrainingError(
+            f"{checkpoint.source}: expected prompts of token ids below {vocabulary}, the target's vocabulary, found {most}. Its tokenizer "
+            "belongs to another model: put the target's own beside the weights."
+        )
 
 
 def _longest_prompt(target: TargetConfig, options: Answering) -> int:

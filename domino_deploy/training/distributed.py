@@ -7,14 +7,17 @@ gradients, masters and optimiser state (FSDP2).  On a CPU they talk through gloo
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from domino_deploy.errors import TrainingError
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
     from domino_deploy.training.objective import DraftLoss
 
 _CPU = torch.device("cpu")
+_COUNT = re.compile(r"\d{1,6}", re.ASCII)
+# Other processes may wait long for the first one, which makes the features, or for the one whose share of the prompts takes longest;
+# PyTorch's own 10 or 30 minutes would end such a run.
+_PATIENCE = timedelta(days=30)
+_MEETING = timedelta(minutes=10)  # until all processes have found each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +69,7 @@ def process_of_torchrun() -> tuple[int, int]:
         TrainingError: values that torchrun does not give.
     """
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+    if not (_COUNT.fullmatch(rank) and _COUNT.fullmatch(size) and int(rank) < int(size)):
         raise TrainingError(
             f"Expected RANK and WORLD_SIZE as torchrun sets them, found {rank!r} and {size!r}. Unset them, or use torchrun."
         )
@@ -96,7 +104,14 @@ def joined(device_name: str) -> Iterator[World]:
     if size == 1:
         yield World(device=device)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=_MEETING))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+    except (ValueError, RuntimeError) as error:  # variables that are missing or wrong; nobody there
+        raise TrainingError(
+            f"Expected {size} processes that find each other as torchrun lets them (MASTER_ADDR, MASTER_PORT), found: {error}. Start them "
+            "with torchrun, or unset RANK and WORLD_SIZE."
+        ) from error
     try:
         yield World(rank=rank, size=size, device=device)
     finally:

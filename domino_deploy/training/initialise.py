@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from domino_deploy.checkpoint import Checkpoint
-from domino_deploy.checkpoint_drafter import default_target_layer_ids
+from domino_deploy.checkpoint_drafter import default_target_layer_ids, has_room_for_taps
 from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
 from domino_deploy.errors import TrainingError, listed
 from domino_deploy.model.drafter import DrafterModel
@@ -25,9 +25,8 @@ def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
     Raises:
         TrainingError: the target has too few layers for these taps or draft layers, or too few tokens for the mask id.
     """
-    taps = default_target_layer_ids(recipe.num_taps, target.num_layers)
     problems = []
-    if len(set(taps)) < len(taps) or taps[0] < 0:
+    if not has_room_for_taps(recipe.num_taps, target.num_layers):
         problems.append(f"num_taps must leave distinct layers in a target of {target.num_layers}, found {recipe.num_taps}")
     if recipe.num_layers > target.num_layers:
         problems.append(f"num_layers must be at most the target's {target.num_layers}, found {recipe.num_layers}")
@@ -53,7 +52,7 @@ def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
         kind=recipe.drafter_kind,
         block_size=recipe.block_size,
         num_target_layers=target.num_layers,
-        target_layer_ids=taps,
+        target_layer_ids=default_target_layer_ids(recipe.num_taps, target.num_layers),
         mask_token_id=recipe.mask_token_id,
         shift_label=recipe.shift_label,
         **head,
@@ -98,6 +97,20 @@ def started_drafter(checkpoint: Checkpoint[DrafterConfig], config: DrafterConfig
     Raises:
         TrainingError: it is of another shape than the recipe asks for.
     """
+    refuse_other_shape(checkpoint, config)
+    drafter = load_drafter(checkpoint).train()
+    with torch.no_grad():
+        # save_drafter's folding, undone; `hidden_norm` makes the common factor immaterial.
+        drafter.fc.weight.mul_(scales.repeat_interleave(config.hidden_size))
+    return drafter
+
+
+def refuse_other_shape(checkpoint: Checkpoint[DrafterConfig], config: DrafterConfig) -> None:
+    """Stop before anything is computed for a start that cannot be used.
+
+    Raises:
+        TrainingError: the checkpoint is of another shape than the recipe asks for.
+    """
     if checkpoint.config != config:
         fields = [
             field.name for field in dataclasses.fields(config) if getattr(config, field.name) != getattr(checkpoint.config, field.name)
@@ -106,11 +119,6 @@ def started_drafter(checkpoint: Checkpoint[DrafterConfig], config: DrafterConfig
         raise TrainingError(
             listed(f"{checkpoint.source}: another shape than the recipe's", problems, "Change the recipe, or start elsewhere.")
         )
-    drafter = load_drafter(checkpoint).train()
-    with torch.no_grad():
-        # save_drafter's folding, undone; `hidden_norm` makes the common factor immaterial.
-        drafter.fc.weight.mul_(scales.repeat_interleave(config.hidden_size))
-    return drafter
 
 
 def _query_key_rms(target: TargetModel, first: int, sample_ids: Tensor) -> list[tuple[float, float]]:

@@ -146,8 +146,8 @@ def _draw_schedule(axis: Axes, lines: Lines) -> None:
 
 
 def _draw_tau(axis: Axes, lines: Lines) -> None:
-    _draw_curve(axis, lines, "base_tau", "base, true tokens fed", _BASE)
-    _draw_curve(axis, lines, "final_tau", "final, true tokens fed", _FINAL)
+    _draw_curve(axis, lines, "base_tau", "base, training blocks", _BASE)
+    _draw_curve(axis, lines, "final_tau", "final, training blocks", _FINAL)
     for name, label, colour in (("held_out_base_tau", "base, held-out", _BASE), ("held_out_tau", "final, held-out", _FINAL)):
         steps, values = _points(lines, name)
         if steps:

@@ -105,15 +105,15 @@ class DraftLoss(nn.Module):
 
         Args:
             batch: see `Batch`; with `outputs` if the recipe has soft labels.
-            vocabulary_U: sorted token ids of the softmax; must contain every label.
+            vocabulary_U: sorted token ids of the softmax, int64; must contain every label.
             embed: the target's, frozen.
             lm_head: the target's, frozen.
             base_weight: lambda.
-            weight_total: W.
+            weight_total: W of the whole step, of which the batch may be a part.
         """
         drafter, recipe = self.drafter, self._recipe
         count, anchors, proposals = batch.labels.shape
-        # Sliding-window layers see the same blocks; the demo recipe has none, and `Recipe` cannot ask for any.
+        # No sliding windows here: `Recipe` cannot ask for any.
         hidden = drafter(embed(batch.block_ids), batch.features, batch.position_ids, batch.mask)
         hidden_BNM = drafter.proposal_rows(hidden.view(count * anchors, -1, hidden.shape[-1]))
         weight_UM = lm_head.weight if len(vocabulary_U) == len(lm_head.weight) else lm_head.weight[vocabulary_U]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
-from domino_deploy.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, open_drafter, open_target
+from domino_deploy.checkpoint import Checkpoint, open_drafter, open_target
 from domino_deploy.config import TargetConfig
 from domino_deploy.errors import TrainingError, listed, shortened
 from domino_deploy.model.loading import load_target
@@ -19,15 +20,20 @@ from domino_deploy.training.answer_options import Answering
 from domino_deploy.training.answering import answer_prompts
 from domino_deploy.training.distributed import World, joined
 from domino_deploy.training.evaluate import Acceptance
-from domino_deploy.training.features import corpus_of
+from domino_deploy.training.features import corpus_of, layers_read
 from domino_deploy.training.fingerprint import fingerprint
-from domino_deploy.training.initialise import drafter_config
+from domino_deploy.training.initialise import drafter_config, refuse_other_shape
+from domino_deploy.training.memory import enough_memory
+from domino_deploy.training.places import CHECKPOINT, METRICS, alone_in, refuse_output, try_output
 from domino_deploy.training.progress import Progress
 from domino_deploy.training.prompt_file import Conversation
 from domino_deploy.training.recipe import Recipe
 from domino_deploy.training.samples import Sample
 from domino_deploy.training.store import CLAIM, StoredSamples, read_stored
-from domino_deploy.training.trainer import CHECKPOINT, METRICS, train
+from domino_deploy.training.store_files import as_training_error
+from domino_deploy.training.trainer import refuse_uneven, train
+
+_LESS_MEMORY = "Lower --micro-batch, --anchors or the sizes of the drafter; --dry-run says what takes how much."
 
 
 def train_from_prompts(
@@ -66,11 +72,14 @@ def train_from_prompts(
             a full disk, a loss that is not finite.
         CheckpointError: a target, or a drafter to start from, that cannot be used.
     """
-    _refuse_existing(output, overwrite)
+    refuse_output(output, work=work, overwrite=overwrite)
     checkpoint = open_target(target, revision=target_revision)
     config = drafter_config(checkpoint.config, recipe)
     started = None if start is None else open_drafter(start)
-    with joined(device) as world:
+    if started is not None:
+        refuse_other_shape(started, config)
+    with joined(device) as world, _own_places(output, work, world, is_work_made=bool(conversations)):
+        refuse_uneven(recipe, world)
         tell = on_progress if world.is_main else _silent
         if conversations:
             options = _answering(answering, recipe, world)
@@ -80,26 +89,26 @@ def train_from_prompts(
         _check_samples(work, stored, checkpoint, recipe)
         chosen = usable(stored.samples, recipe)
         if restart and world.is_main:
-            shutil.rmtree(work / CHECKPOINT, ignore_errors=True)
-            (work / METRICS).unlink(missing_ok=True)
+            _forget_state(work)
         world.wait()
         with_outputs = recipe.soft_labels > 0
-        layers = config.target_layer_ids + ((config.num_target_layers - 1,) if with_outputs else ())
-        model = load_target(checkpoint, tuple(sorted(set(layers))), dtype=getattr(torch, recipe.dtype)).to(world.device)
-        corpus = corpus_of(
-            model,
-            stored,
-            chosen,
-            config.target_layer_ids,
-            with_outputs=with_outputs,
-            live=recipe.features == "live",
-            dtype=getattr(torch, recipe.dtype),
-            path=work / "features-of-training.f16",
-            world=world,
-            on_progress=tell,
-        )
-        made_for = {"target": fingerprint(checkpoint), "start": None if started is None else fingerprint(started)}
-        return train(model, config, corpus, recipe, output, work=work, made_for=made_for, start=started, world=world, on_progress=tell)
+        layers = layers_read(config.target_layer_ids, config.num_target_layers, with_outputs=with_outputs)
+        with enough_memory("this run", _LESS_MEMORY):
+            model = load_target(checkpoint, layers, dtype=getattr(torch, recipe.dtype)).to(world.device)
+            corpus = corpus_of(
+                model,
+                stored,
+                chosen,
+                config.target_layer_ids,
+                with_outputs=with_outputs,
+                live=recipe.features == "live",
+                dtype=getattr(torch, recipe.dtype),
+                path=work / "features-of-training.f16",
+                world=world,
+                on_progress=tell,
+            )
+            made_for = {"target": fingerprint(checkpoint), "start": None if started is None else fingerprint(started)}
+            return train(model, config, corpus, recipe, output, work=work, made_for=made_for, start=started, world=world, on_progress=tell)
 
 
 def usable(samples: Sequence[Sample], recipe: Recipe) -> list[int]:
@@ -118,6 +127,24 @@ def usable(samples: Sequence[Sample], recipe: Recipe) -> list[int]:
     kept.sort(key=lambda index: samples[index].prompt_ids)
     random.Random(recipe.seed).shuffle(kept)
     return kept
+
+
+def _forget_state(work: Path) -> None:
+    with as_training_error(work):  # a state that stays would be taken up
+        if (work / CHECKPOINT).exists():
+            shutil.rmtree(work / CHECKPOINT)
+        (work / METRICS).unlink(missing_ok=True)
+
+
+@contextmanager
+def _own_places(output: Path, work: Path, world: World, *, is_work_made: bool) -> Iterator[None]:
+    """Output and work folder are usable, and the first process keeps other runs out of the latter; a missing one is told later."""
+    if not world.is_main:
+        yield
+        return
+    try_output(output)
+    with alone_in(work) if is_work_made or work.is_dir() else nullcontext():
+        yield
 
 
 def _silent(progress: Progress) -> None:
@@ -155,13 +182,3 @@ def _check_samples(work: Path, stored: StoredSamples, checkpoint: Checkpoint[Tar
     if problems:
         advice = "Regenerate with this target, and choose a mask_token_id that its text never holds."
         raise TrainingError(listed(f"{work}: {len(problems)} sample(s) cannot be used", shortened(problems, most=20), advice))
-
-
-def _refuse_existing(output: Path, overwrite: bool) -> None:
-    if not output.exists():
-        return
-    if not overwrite:
-        raise TrainingError(f"Expected a new folder for the drafter, found {output}. Name another one, or pass --force.")
-    has_weights = (output / WEIGHTS).is_file() or (output / INDEX).is_file()
-    if output.is_symlink() or not ((output / CONFIG).is_file() and has_weights):
-        raise TrainingError(f"{output}: expected a drafter to replace, found something else. Remove it, or name another folder.")

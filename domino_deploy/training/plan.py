@@ -25,13 +25,13 @@ from domino_deploy.checkpoint_tensors import expected_drafter_tensors, expected_
 from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
 from domino_deploy.errors import TrainingError, listed
 from domino_deploy.strict_json import read_object
+from domino_deploy.training.features import layers_read
 from domino_deploy.training.initialise import drafter_config
 from domino_deploy.training.objective import CHUNK_ROWS
 from domino_deploy.training.recipe import Recipe
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MASTER = 4  # fp32: master weights, gradients, each of Adam's two moments
-_HEAD_PARTS = ("prefix_gru.", "embed_proj.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def plan(target: TargetConfig, recipe: Recipe, *, samples: int, processes: int =
     ]
     if samples <= recipe.held_out:
         problems.append(f"samples must be more than the {recipe.held_out} held out, found {samples}")
-    if processes > 0 and recipe.sequences % (processes * max(1, recipe.micro_batch)):
+    if processes > 0 and not recipe.splits_evenly(processes):
         problems.append(
             f"sequences must be a multiple of processes times micro_batch, found {recipe.sequences}, {processes} and {recipe.micro_batch}"
         )
@@ -144,9 +144,8 @@ def plan(target: TargetConfig, recipe: Recipe, *, samples: int, processes: int =
     per_pass = recipe.micro_batch or share
     length = min(mean_tokens, recipe.max_length)
     tensors, blocks = _sizes(expected_drafter_tensors(config)), recipe.sequences * recipe.anchors
-    # Soft labels are made of the last layer's output, which is then kept beside the taps.
-    stored = len({*config.target_layer_ids, *([target.num_layers - 1] if recipe.soft_labels else [])})
-    head = sum(size for name, size in tensors.items() if name.startswith(_HEAD_PARTS))
+    stored = len(layers_read(config.target_layer_ids, target.num_layers, with_outputs=recipe.soft_labels > 0))
+    backbone = sum(_sizes(expected_drafter_tensors(dataclasses.replace(config, kind=DrafterKind.DFLASH))).values())
     return Plan(
         processes=processes,
         training_samples=training,
@@ -157,8 +156,8 @@ def plan(target: TargetConfig, recipe: Recipe, *, samples: int, processes: int =
         samples_per_pass=per_pass,
         blocks=blocks,
         positions=blocks * recipe.block_size,
-        backbone_parameters=sum(tensors.values()) - head,
-        head_parameters=head,
+        backbone_parameters=backbone,
+        head_parameters=sum(tensors.values()) - backbone,
         target_parameters=sum(_sizes(expected_target_tensors(target)).values()),
         features=recipe.features,
         feature_bytes=samples * length * stored * config.hidden_size * _BYTES["float16"],

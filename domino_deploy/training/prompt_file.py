@@ -105,7 +105,7 @@ def tokenise(
     `template_variables` go to the chat template beside the messages.
 
     Raises:
-        TrainingError: none is short enough, or the chat template refuses some (all named).
+        TrainingError: none is short enough, or the chat template refuses some or makes nothing of them (all named).
     """
     found: dict[tuple[int, ...], Prompt] = {}
     problems: list[str] = []
@@ -117,7 +117,9 @@ def tokenise(
         except RequestError as error:
             problems.append(f"{conversation.where}: {error}")
             continue
-        if len(ids) > max_prompt_tokens:
+        if not ids:
+            problems.append(f"{conversation.where}: the chat template makes no text of it")
+        elif len(ids) > max_prompt_tokens:
             too_long, shortest = too_long + 1, min(shortest or len(ids), len(ids))
         else:
             found.setdefault(ids, Prompt(ids=ids, kind=conversation.kind))

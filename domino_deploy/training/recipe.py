@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,31 @@ from domino_deploy.strict_json import read_object
 
 CausalEncoding = Literal["teacher-forced", "training-time-test"]
 SHIPPED = Path(__file__).parent / "recipes"
+
+# Smallest and largest value of each whole number but the seed. Values beyond any use are refused here: later they would end in an
+# overflow, or in an allocation that takes minutes to fail.
+_MANY = 2**31 - 1
+_RANGES = {
+    "num_layers": (1, 1024),
+    "num_taps": (1, 1024),
+    "block_size": (2, 1024),
+    "emb_dim": (1, 2**16),
+    "gru_hidden_dim": (1, 2**16),
+    "mask_token_id": (0, _MANY),
+    "steps": (1, _MANY),
+    "epochs": (1, _MANY),
+    "sequences": (1, 2**16),
+    "micro_batch": (0, 2**16),
+    "anchors": (1, 2**16),
+    "frequent_tokens": (0, 2**24),
+    "random_tokens": (0, 2**24),
+    "held_out": (0, _MANY),
+    "evaluate_every": (1, _MANY),
+    "checkpoint_every": (1, _MANY),
+    "max_length": (8, _MANY),
+}
+# Of the positive numbers; fp32 holds both ends.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +111,10 @@ class Recipe:
         assert self.epochs is not None
         return max(1, self.epochs * samples // self.sequences)
 
+    def splits_evenly(self, processes: int) -> bool:
+        """Whether every process gets the same number of samples of a step, and takes them in whole passes."""
+        return self.sequences % (processes * max(1, self.micro_batch)) == 0
+
     def to_dict(self) -> dict[str, Any]:
         """As it stands in recipe.json."""
         return dataclasses.asdict(self)
@@ -97,30 +127,22 @@ class Recipe:
                 if value not in kinds:
                     problems.append(f"{name} must be one of {', '.join(map(str, kinds))}, found {value!r}")
             elif not (type(value) in kinds or (float in kinds and type(value) is int)):
-                problems.append(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, found {value!r}")
+                problems.append(f"{name} must be {' or '.join(_shown(kind) for kind in kinds)}, found {value!r}")
         return problems
 
     def _out_of_range(self) -> list[str]:
-        counts = ("num_layers", "num_taps", "emb_dim", "gru_hidden_dim", "sequences", "anchors", "evaluate_every", "checkpoint_every")
-        least_values = dict.fromkeys(counts, 1) | dict.fromkeys(("frequent_tokens", "random_tokens", "held_out", "micro_batch"), 0)
-        least_values |= {"block_size": 2, "max_length": 8, "mask_token_id": 0}
-        problems = [
-            f"{name} must be at least {least}, found {getattr(self, name)}"
-            for name, least in least_values.items()
-            if getattr(self, name) < least
-        ]
+        problems = []
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                problems.append(f"{name} must be {f'at least {least}' if value < least else f'at most {most}'}, found {value}")
         if (self.steps is None) == (self.epochs is None):
             problems.append(f"exactly one of steps and epochs must be given, found steps {self.steps} and epochs {self.epochs}")
-        problems += [
-            f"{name} must be at least 1, found {value}"
-            for name, value in (("steps", self.steps), ("epochs", self.epochs))
-            if value is not None and value < 1
-        ]
         for name in ("learning_rate", "gamma", "clip_norm"):
-            if not 0 < getattr(self, name) < float("inf"):
-                problems.append(f"{name} must be positive, found {getattr(self, name)}")
-        if not self.weight_decay >= 0:
-            problems.append(f"weight_decay must be at least 0, found {self.weight_decay}")
+            if not _SMALLEST <= getattr(self, name) <= _LARGEST:
+                problems.append(f"{name} must be positive, from {_SMALLEST} to {_LARGEST}, found {getattr(self, name)}")
+        if not 0 <= self.weight_decay <= _LARGEST:
+            problems.append(f"weight_decay must be at least 0 and at most {_LARGEST}, found {self.weight_decay}")
         for name in ("warmup_ratio", "lambda_start", "lambda_decay_ratio", "soft_labels"):
             if not 0 <= getattr(self, name) <= 1:
                 problems.append(f"{name} must lie in [0, 1], found {getattr(self, name)}")
@@ -145,9 +167,8 @@ def read_recipe(name: str | Path, **changes: Any) -> Recipe:
     Raises:
         TrainingError: no such recipe, not JSON, unknown fields, or values that cannot be used.
     """
-    shipped = SHIPPED / f"{name}.json"
-    path = shipped if shipped.parent == SHIPPED and shipped.is_file() else Path(name)
-    if not path.is_file():
+    path = SHIPPED / f"{name}.json" if str(name) in shipped_recipes() else Path(name)
+    if not os.path.isfile(path):  # not Path.is_file: a name too long for a file is no error here
         raise TrainingError(f"{name}: expected a recipe.json or one of {', '.join(shipped_recipes())}, found neither. Check the name.")
     try:
         values = read_object(path)
@@ -168,6 +189,10 @@ def recipe_from(values: Mapping[str, Any], source: str) -> Recipe:
         advice = f"Fields are: {', '.join(sorted(known))}."
         raise TrainingError(listed(f"{source}: {len(unknown)} unknown recipe field(s)", unknown, advice))
     return Recipe(**values)
+
+
+def _shown(kind: type) -> str:
+    return "null" if kind is type(None) else kind.__name__
 
 
 def shipped_recipes() -> list[str]:

@@ -24,6 +24,7 @@ from domino_deploy.model.target import TargetModel
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.training.cached_pass import cached_pass
 from domino_deploy.training.looping import WINDOW, looping_rows
+from domino_deploy.training.memory import enough_memory
 from domino_deploy.training.progress import Progress
 from domino_deploy.training.samples import Prompt, Sample
 from domino_deploy.training.sampling import choose, uniforms
@@ -103,14 +104,10 @@ def regenerate(
         on_progress(Progress(phase="responses", done=done, total=total, note=f"{tokens} tokens, {rate:.0f} tok/s"))
 
     for batch in _batches(waiting, batch_size):
-        try:
+        purpose = f"{len(batch)} rows of up to {len(batch[-1].ids) + max_new_tokens} tokens"
+        with enough_memory(purpose, "Choose a smaller --batch-size and run the same command again: finished samples are kept."):
             ids = [prompt.ids for prompt in batch]
             decoded = decode_batch(model, ids, max_new_tokens, sampling=sampling, keep_features=keep_features, on_step=told)
-        except torch.OutOfMemoryError as error:
-            raise TrainingError(
-                f"Expected memory for {len(batch)} rows of up to {len(batch[-1].ids) + max_new_tokens} tokens on the GPU, found too little "
-                f"({error}). Choose a smaller --batch-size and run the same command again: finished samples are kept."
-            ) from error
         pairs = zip(batch, decoded.responses, strict=True)
         samples = [Sample(prompt_ids=prompt.ids, response_ids=response, kind=prompt.kind) for prompt, response in pairs]
         store.append(samples, decoded.features)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -25,3 +28,8 @@ class Sample:
     def token_ids(self) -> tuple[int, ...]:
         """Prompt and response."""
         return self.prompt_ids + self.response_ids
+
+
+def digest(samples: Sequence[Sample]) -> str:
+    """sha256 over the token ids, in order: tells whether something was made for these very samples."""
+    return hashlib.sha256(json.dumps([sample.token_ids for sample in samples]).encode()).hexdigest()

@@ -49,6 +49,7 @@ def save_state(
     Raises:
         TrainingError: it cannot be written; the state before it is still there.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -63,9 +64,7 @@ def save_state(
             with written_aside(folder.absolute()) as aside:
                 save_file(tensors, aside / _TENSORS)
                 (aside / _STATE).write_text(text + "\n", encoding="utf-8")
-        except Exception as error:  # safetensors has its own error for a full disk
-            if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
-                raise
+        except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
             raise TrainingError(
                 f"{folder}: expected room for the state of the run, found: {error}. Free some and run the same "
                 "command: it goes on from the state before."

@@ -266,8 +266,10 @@ def _noted_features(folder: Path) -> tuple[tuple[int, ...], int]:
     if (
         isinstance(layers, list)
         and layers
-        and isinstance(width, int)
         and all(type(number) is int and number >= 0 for number in (*layers, width))
+        and layers == sorted(set(layers))
+        and isinstance(width, int)
+        and width > 0
     ):
         return tuple(layers), width
     raise TrainingError(f"{path}: expected tapped_layers and width, found {json.dumps(note)[:80]}. Remove it and features-*.f16.")

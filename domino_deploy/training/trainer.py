@@ -6,7 +6,6 @@ number alone, so runs that were interrupted, split into micro-batches or spread 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -33,15 +32,16 @@ from domino_deploy.training.features import Corpus
 from domino_deploy.training.initialise import new_drafter, started_drafter
 from domino_deploy.training.metrics import MetricsLog, plot
 from domino_deploy.training.objective import DraftLoss, SoftmaxVocabulary, curriculum, total_weight
+from domino_deploy.training.places import CHECKPOINT, METRICS
 from domino_deploy.training.progress import Progress
 from domino_deploy.training.recipe import Recipe
+from domino_deploy.training.samples import Sample, digest
 from domino_deploy.training.save import save_drafter
 from domino_deploy.training.state import Standing, load_state, save_state
 
 _LOG_EVERY = 20  # steps between lines of metrics.jsonl
 # Fields that a resumed run may have otherwise: they change what is written and when, or how a step is cut up.
 _MAY_CHANGE = ("micro_batch", "evaluate_every", "checkpoint_every", "save_dtype", "epochs")
-CHECKPOINT, METRICS = "checkpoint", "metrics.jsonl"  # in the work folder
 
 
 def train(
@@ -82,12 +82,18 @@ def train(
     found = run.optimise()
     drafter = run.drafter_copy(torch.float32)
     if world.is_main:
-        with written_aside(output.absolute()) as folder:
-            save_drafter(drafter, corpus.scales, folder, dtype=getattr(torch, recipe.save_dtype), target=target.config)
-            shutil.copyfile(work / METRICS, folder / METRICS)
-            (folder / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=2) + "\n", encoding="utf-8")
+        try:
+            with written_aside(output.absolute()) as folder:
+                save_drafter(drafter, corpus.scales, folder, dtype=getattr(torch, recipe.save_dtype), target=target.config)
+                shutil.copyfile(work / METRICS, folder / METRICS)
+                (folder / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise TrainingError(
+                f"{output}: expected room for the drafter, found: {error}. Free some or mend it and run the same command: training is done "
+                "and its state is kept."
+            ) from error
         shutil.rmtree(work / CHECKPOINT, ignore_errors=True)  # the run is over
-        (work / METRICS).unlink()
+        (work / METRICS).unlink(missing_ok=True)
         plot(output / METRICS, output / "metrics.png")  # last: the drafter is safe whatever becomes of the picture
     world.wait()
     return found
@@ -101,7 +107,7 @@ def learning_rate(step: int, steps: int, recipe: Recipe) -> float:
     return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def frequent_tokens(samples: Sequence[Any], count: int) -> list[int]:
+def frequent_tokens(samples: Sequence[Sample], count: int) -> list[int]:
     """The `count` most frequent response tokens, the lower id first among equals."""
     counts = Counter(token for sample in samples for token in sample.response_ids)
     return [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:count]]
@@ -109,7 +115,7 @@ def frequent_tokens(samples: Sequence[Any], count: int) -> list[int]:
 
 @dataclass
 class _Since:
-    """What happened since the last line of metrics: its start, samples' tokens and the steps' sums."""
+    """What throughput is counted over: from the last line of metrics or measurement on; tokens of the drawn samples."""
 
     started: float
     tokens: int = 0
@@ -130,7 +136,7 @@ class _Run:
         world: World,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        _refuse_uneven(recipe, world)
+        refuse_uneven(recipe, world)
         self.corpus, self.recipe, self.world, self.config = corpus, recipe, world, config
         self.work, self.on_progress = work, on_progress
         count = len(corpus.samples)
@@ -165,7 +171,7 @@ class _Run:
             fused=world.size == 1,  # one pass over memory; DTensors have the plain one
         )
         course = {name: value for name, value in recipe.to_dict().items() if name not in _MAY_CHANGE}
-        self.made_for = course | {"samples": _digest(corpus), "steps": self.steps, **made_for}
+        self.made_for = course | {"samples": digest(corpus.samples), "steps": self.steps, **made_for}
 
     def optimise(self) -> Acceptance | None:
         """All steps that are left; the last held-out measurement."""
@@ -265,19 +271,18 @@ def _note(line: Mapping[str, float]) -> str:
     """A line of metrics in words."""
     tau = f"tau {line.get('final_tau', line['base_tau']):.2f}"
     if "final_tau" in line:
-        tau += f" (base {line['base_tau']:.2f}), true tokens fed"
+        tau += f" (base {line['base_tau']:.2f}) on training blocks"
     return f"loss {line['loss']:.3f}  {tau}  {line['tokens_per_second']:.0f} tok/s"
 
 
-def _refuse_uneven(recipe: Recipe, world: World) -> None:
-    share, rest = divmod(recipe.sequences, world.size)
-    if rest or (recipe.micro_batch and share % recipe.micro_batch):
+def refuse_uneven(recipe: Recipe, world: World) -> None:
+    """Stop a run whose steps the processes cannot share.
+
+    Raises:
+        TrainingError: sequences are no multiple of processes times micro_batch.
+    """
+    if not recipe.splits_evenly(world.size):
         raise TrainingError(
             f"Expected sequences ({recipe.sequences}) to be a multiple of the processes ({world.size}) times micro_batch "
             f"({recipe.micro_batch or 'all at once'}), found a remainder. Change one of them."
         )
-
-
-def _digest(corpus: Corpus) -> str:
-    token_ids = json.dumps([sample.token_ids for sample in corpus.samples]).encode()
-    return hashlib.sha256(token_ids).hexdigest()
