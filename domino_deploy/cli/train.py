@@ -60,7 +60,7 @@ _ANSWERING = Answering()
 def _recipe_options(command: click.Command) -> click.Command:
     """An option for each field of `Recipe`; without a value, the recipe's own holds."""
     hints = get_type_hints(Recipe)
-    for field in reversed(dataclasses.fields(Recipe)):
+    for field in dataclasses.fields(Recipe):
         kinds = [kind for kind in get_args(hints[field.name]) or (hints[field.name],) if kind is not type(None)]
         name = field.name.replace("_", "-")
         shown = "none" if field.default is None else str(field.default)
@@ -146,8 +146,9 @@ def _train(
         given = [name for name, value in plan_only.items() if value is not None]
         if given:
             raise click.UsageError(f"Expected {', '.join(given)} with --dry-run only, found it without. Drop it, or add --dry-run.")
-        if output is None or work is None:
-            raise click.UsageError("Expected --output and --work, found one or none. Name the drafter's folder and the work folder.")
+        missing = [name for name, value in (("--output", output), ("--work", work)) if value is None]
+        if missing:
+            raise click.UsageError(f"Expected {' and '.join(missing)}, found none. Name the drafter's folder and the work folder.")
     chosen = _recipe(recipe, recipe_values)
     if dry_run:
         assert samples is not None

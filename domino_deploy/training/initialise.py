@@ -30,10 +30,13 @@ def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
         problems.append(f"num_taps must leave distinct layers in a target of {target.num_layers}, found {recipe.num_taps}")
     if recipe.num_layers > target.num_layers:
         problems.append(f"num_layers must be at most the target's {target.num_layers}, found {recipe.num_layers}")
-    if not 0 <= recipe.mask_token_id < target.vocab_size:
-        problems.append(f"mask_token_id must lie in [0, {target.vocab_size}), found {recipe.mask_token_id}")
+    mask = recipe.mask_token_id
+    if mask is None or not mask < target.vocab_size:
+        problems.append(f"mask_token_id must be an id in [0, {target.vocab_size}) that the target's text never holds, found {mask}")
     if problems:
-        raise TrainingError(listed("The recipe does not fit this target", problems, "Correct these values."))
+        raise TrainingError(
+            listed("The recipe does not fit this target", problems, "Correct these values; docs/training.md finds a free id for MASK.")
+        )
     head = {name: getattr(recipe, name) for name in ("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim")}
     if recipe.drafter_kind is DrafterKind.DFLASH:
         head = {}
@@ -53,7 +56,7 @@ def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
         block_size=recipe.block_size,
         num_target_layers=target.num_layers,
         target_layer_ids=default_target_layer_ids(recipe.num_taps, target.num_layers),
-        mask_token_id=recipe.mask_token_id,
+        mask_token_id=mask,
         shift_label=recipe.shift_label,
         **head,
     )

@@ -62,7 +62,7 @@ class Recipe:
     gru_hidden_dim: int = 256
     pure_draft_prefix_len: int = 1
     shift_label: bool = True
-    mask_token_id: int = 16  # `<empty_output>` of the demo target; for another target name one that its text never holds
+    mask_token_id: int | None = None  # of the target; there is no usual one
 
     steps: int | None = 4000
     epochs: int | None = None

@@ -178,6 +178,8 @@ class _Run:
         recipe, world = self.recipe, self.world
         standing = load_state(self.work / CHECKPOINT, self.loss, self.optimiser, self.made_for) or Standing(steps=0, seconds=0.0)
         log = MetricsLog.resume(self.work / METRICS, standing.steps) if world.is_main else None
+        if standing.steps:
+            self.tell("training", standing.steps, self.steps, f"goes on behind step {standing.steps}, where an earlier run was interrupted")
         found, started, since = None, time.monotonic() - standing.seconds, _Since(time.monotonic())
         if standing.steps == self.steps:  # interrupted between the last state and the drafter
             found = self.measure() if recipe.held_out else None
