@@ -105,11 +105,8 @@ def broad() -> list[str]:
 
 
 def family() -> list[str]:
-    """The stated family and a part of everything else, for the second run."""
-    problems, chat = prompts.word_problems("train", 500), prompts.short_chat("train")
-    own = {*prompts.broad_code("train"), *problems, *chat}
-    others = [prompt for prompt in broad() if prompt not in own]
-    return _shuffled(prompts.templated_code("train") + problems[:90] + chat[:60] + others[:140])
+    """The stated family and a part of everything else, for the last run."""
+    return _shuffled(prompts.templated_code("train") + large()[:1000])
 
 
 def large() -> list[str]:
