@@ -37,6 +37,7 @@ def drafter_config(target: TargetConfig, recipe: Recipe) -> DrafterConfig:
         raise TrainingError(
             listed("The recipe does not fit this target", problems, "Correct these values; docs/training.md finds a free id for MASK.")
         )
+    assert mask is not None  # listed above
     head = {name: getattr(recipe, name) for name in ("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim")}
     if recipe.drafter_kind is DrafterKind.DFLASH:
         head = {}
