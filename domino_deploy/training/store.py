@@ -170,7 +170,8 @@ class SampleStore:
         if any(part.stat().st_size for part in self._parts()):
             raise TrainingError(
                 f"{self.folder}: expected {_described(*wanted)}, found responses with {_described(*found)}. Name another folder, "
-                f"ask for the same features, or remove {FEATURES} and features-*.f16 and go on without (--no-features)."
+                f"ask for the same features, or remove {FEATURES} and features-*.f16 and go on without (regenerate --no-features, "
+                "train --features live)."
             )
         if self.tapped_layers:
             write_note(self.folder / FEATURES, {"tapped_layers": list(self.tapped_layers), "width": self.width})
@@ -252,7 +253,8 @@ def _check_rows(path: Path, expected: int) -> None:
     if found < expected:
         raise TrainingError(
             f"{path}: expected at least {expected} bytes, a row for each token of the responses, found {found}. The file was cut or "
-            f"removed: remove {FEATURES} and features-*.f16 and go on without (--no-features); the responses are kept."
+            f"removed: remove {FEATURES} and features-*.f16 and go on without (regenerate --no-features, train --features live); the "
+            "responses are kept."
         )
 
 
