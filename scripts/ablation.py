@@ -3,12 +3,13 @@
 python scripts/ablation.py TARGET WORK OUT.json [--recipe JSON] [--seeds N]
 
 WORK holds the target's responses (`domino-deploy regenerate`), each with its kind.  Every run's result is kept in
-WORK/ablation, so an interrupted comparison goes on; with another recipe or other samples it is refused.
+a folder WORK/ablation-... of its recipe and samples, so an interrupted comparison goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 import sys
@@ -108,14 +109,10 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def refuse_other_results(folder: Path, recipe: Recipe, samples: Sequence[Sample]) -> None:
-    """Results that are kept in `folder` must be of this recipe and these samples, or the table would mix two comparisons."""
-    made_for, note = {"recipe": recipe.to_dict(), "samples": digest(samples)}, folder / "made-for.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not note.exists():
-        note.write_text(json.dumps(made_for) + "\n", encoding="utf-8")
-    elif json.loads(note.read_text(encoding="utf-8")) != made_for:
-        sys.exit(f"{folder}: expected results of this recipe and these samples, found others ({note.name}). Remove it to start anew.")
+def results_folder(work: Path, recipe: Recipe, samples: Sequence[Sample]) -> Path:
+    """Where results of this recipe and these samples are kept: another comparison has another folder, so none are mixed."""
+    facts = json.dumps([recipe.to_dict(), digest(samples)], sort_keys=True)
+    return work / f"ablation-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
 
 @click.command()
@@ -147,15 +144,14 @@ def main(target: Path, work: Path, output: Path, changes: str, seeds: int, only:
         dtype=getattr(torch, base.dtype),
         path=work / "ablation-features.f16",
     )
-    refuse_other_results(work / "ablation", base, corpus.samples)
+    results = results_folder(work, base, corpus.samples)
+    results.mkdir(exist_ok=True)
     runs: dict[str, list[Counts]] = {name: [] for name in (*VARIANTS, HEAD_OFF)}
     for seed in range(seeds):
         for name, own in VARIANTS.items():
             if only and name not in {BASELINE, *only}:
                 continue
-            final, without_head = run(
-                model, corpus, recipe_from(base.to_dict() | own | {"seed": seed}, name), work / "ablation", f"{name}-{seed}"
-            )
+            final, without_head = run(model, corpus, recipe_from(base.to_dict() | own | {"seed": seed}, name), results, f"{name}-{seed}")
             runs[name].append(final)
             if name == list(VARIANTS)[-1]:
                 runs[HEAD_OFF].append(without_head)

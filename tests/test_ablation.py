@@ -108,7 +108,10 @@ def test_a_comparison_runs_is_written_and_goes_on(ablation, tmp_path):
     CliRunner().invoke(ablation.main, [*arguments, "--seeds", "1", "--only", "domino, teacher forcing"], catch_exceptions=False)
     alone = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["variant"] for row in alone] == ["dflash", "domino, teacher forcing"]
-    # Another recipe's results do not get into the same table.
-    other = CliRunner().invoke(ablation.main, [*arguments[:-1], json.dumps(recipe | {"steps": 3}), "--seeds", "1"])
-    assert other.exit_code == 1
-    assert json.loads((tmp_path / "out.json").read_text())["rows"] == alone
+    # Another recipe takes none of these results, and leaves them.
+    other = CliRunner().invoke(ablation.main, [*arguments[:-1], json.dumps(recipe | {"steps": 3}), "--seeds", "1"], catch_exceptions=False)
+    assert other.stderr.count("-0\n") == len(ablation.VARIANTS)
+    assert json.loads((tmp_path / "out.json").read_text())["recipe"]["steps"] == 3
+    again = CliRunner().invoke(ablation.main, [*arguments, "--seeds", "2"], catch_exceptions=False)
+    assert again.stderr == ""
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows

@@ -257,6 +257,9 @@ def test_two_processes_answer_the_prompts_together_and_resume(target_folder, tmp
     ]  # fmt: skip
     alone = {sample.prompt_ids: sample.response_ids for sample in read_stored(work).samples}
     assert {sample.prompt_ids: sample.response_ids for sample in read_stored(tmp_path / "new").samples} == alone
+    # Each took two passes a step and exchanged gradients at the last of them only: the same as one pass of one process.
+    run(target_folder, tmp_path / "one", tmp_path / "new", dataclasses.replace(recipe, micro_batch=0))
+    assert_close(tmp_path / "out", tmp_path / "one")
     # An interrupted run of one process goes on in two.
     with pytest.raises(Interrupt):
         run(target_folder, tmp_path / "resumed", work, RECIPE, on_progress=interrupt_at(19))
