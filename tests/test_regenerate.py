@@ -1,23 +1,17 @@
-"""Regeneration: batched decoding against one row at a time, sampling against the runtime's, resuming, the command."""
+"""Regeneration: batched decoding against one row at a time, sampling against the runtime's, resuming."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from safetensors.torch import load_file, save_file
 
 from domino_deploy.checkpoint import open_target
-from domino_deploy.cli import main
-from domino_deploy.cli.console import Verbosity, progress_bar
-from domino_deploy.errors import RequestError, TrainingError
+from domino_deploy.errors import TrainingError
 from domino_deploy.model.loading import load_target
 from domino_deploy.model.target import TargetModel
 from domino_deploy.runtime import sampling as runtime_sampling
@@ -25,18 +19,15 @@ from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.training import regenerate as regeneration
 from domino_deploy.training.looping import WINDOW, is_looping, looping_rows
 from domino_deploy.training.progress import Progress
-from domino_deploy.training.prompt_file import PACKAGED, packaged, read_conversations
-from domino_deploy.training.prompts import is_held_out
 from domino_deploy.training.regenerate import decode_batch, regenerate
 from domino_deploy.training.samples import Prompt
 from domino_deploy.training.sampling import choose, distribution, inverse_cdf, uniforms
 from domino_deploy.training.store import SampleStore
 from tests.support.checkpoints import write_target
+from tests.support.regeneration import FP16
 
 LENGTHS = (3, 2, 5, 1, 9, 4, 12, 2, 7, 3, 3, 1)
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, seed=5)
-# A unit in the last place of 11 bits: fp32 values that differ by little may be rounded apart.
-FP16 = {"rtol": 1e-3, "atol": 1e-3}
 
 
 def prompt_ids() -> list[tuple[int, ...]]:
@@ -314,308 +305,3 @@ class TestRegenerating:
         with pytest.raises(TrainingError, match="smaller --batch-size"):
             answer(target, PROMPTS, store)
         assert store.answered() == set(PROMPTS[:3])
-
-
-def write_lines(path: Path, *records: object) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
-class TestPromptFiles:
-    def test_all_forms_are_read_with_their_kinds(self, tmp_path: Path) -> None:
-        chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
-        chat += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-        records = ({"prompt": "p", "kind": "code"}, {"turns": ["t", "second"]}, {"messages": chat, "kind": "chat"})
-        found = read_conversations(write_lines(tmp_path / "p.jsonl", *records))
-        assert [one.messages for one in found] == [[{"role": "user", "content": "p"}], [{"role": "user", "content": "t"}], chat]
-        assert [one.kind for one in found] == ["code", "", "chat"]
-
-    @pytest.mark.parametrize(
-        ("text", "found"),
-        [
-            ("", "at least one prompt"),
-            ("not json\n", "line 1"),
-            ('{"prompt": ""}\n', "line 1"),
-            ('{"text": "hello"}\n', "line 1"),
-            ('["hello"]\n', "line 1"),
-            ('{"prompt": "a"}\n{"turns": [1]}\n', "line 2"),
-            ('{"prompt": "a", "kind": 3}\n', 'line 1: expected "kind" to be a string, found 3'),
-            ('{"messages": []}\n', "line 1"),
-            ('{"messages": ["hi"]}\n', 'line 1: message 1: expected an object with "role" and "content"'),
-            ('{"messages": [{"role": "user", "content": ["hi"]}]}\n', "line 1: message 1"),
-            (
-                '{"messages": [{"role": "user", "content": "x"}, {"role": "robot", "content": "hi"}]}\n',
-                'line 1: message 2: expected a role out of system, user, assistant, found "robot"',
-            ),
-            ('{"messages": [{"content": "hi"}]}\n', "message 1: expected a role .* found null"),
-            ('{"messages": [{"role": {"a": 1}, "content": "hi"}]}\n', "message 1: expected a role"),
-            ('{"messages": [{"role": "assistant", "content": "hi"}]}\n', "last message to be the user's, found role 'assistant'"),
-            ('{"messages": [{"role": "user", "content": " "}]}\n', "last message to be the user's, found an empty one"),
-        ],
-    )
-    def test_lines_that_cannot_be_used_are_named(self, tmp_path: Path, text: str, found: str) -> None:
-        path = tmp_path / "prompts.jsonl"
-        path.write_text(text)
-        with pytest.raises(TrainingError, match=found):
-            read_conversations(path)
-
-    def test_every_bad_line_is_named_at_once(self, tmp_path: Path) -> None:
-        path = write_lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": 1}, {"messages": [{"role": "tool", "content": "x"}]})
-        with pytest.raises(TrainingError, match=r"(?s)p\.jsonl: 2 line\(s\) .*line 2: .*line 3: "):
-            read_conversations(path)
-
-    def test_a_line_separator_inside_a_prompt_does_not_end_its_line(self, tmp_path: Path) -> None:
-        path = tmp_path / "prompts.jsonl"
-        path.write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8")
-        [found] = read_conversations(path)
-        assert found.messages == [{"role": "user", "content": "one\u2028two"}]
-
-    @pytest.mark.parametrize(
-        ("content", "found"),
-        [(None, "No such file"), (b"\xff\n", "utf-8"), (b"[" * 100_000, "line 1: .*recursion")],
-        ids=["missing", "not UTF-8", "nested"],
-    )
-    def test_a_file_that_cannot_be_read_is_refused(self, tmp_path: Path, content: bytes | None, found: str) -> None:
-        path = tmp_path / "prompts.jsonl"
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(TrainingError, match=found):
-            read_conversations(path)
-
-    @pytest.mark.parametrize("name", PACKAGED)
-    def test_packaged_sets_are_training_prompts_of_their_kind(self, name: str) -> None:
-        found = packaged(f"{name}:30")
-        assert [one.kind for one in found] == [name] * 30
-        assert len(packaged(name)) > 300
-        if name not in ("templated-code", "story-problems"):  # held out by task in all phrasings; for training only
-            assert not any(is_held_out(one.messages[0]["content"]) for one in found)
-
-    @pytest.mark.parametrize(
-        "name", ["", "code", "word-problems:", "word-problems:0", "short-chat:-1", "short-chat:1.5", "short-chat:²", "short-chat:9999999"]
-    )
-    def test_unknown_kinds_and_counts_are_refused(self, name: str) -> None:
-        with pytest.raises(RequestError, match="--kind"):
-            packaged(name)
-
-
-class TestCommand:
-    @pytest.fixture
-    def prompts(self, tmp_path: Path) -> Path:
-        records = [{"prompt": f"Say {word}.", "kind": "say"} for word in ("one", "two", "three", "one")]
-        return write_lines(tmp_path / "prompts.jsonl", *records, {"prompt": "too long " * 60})
-
-    def run(self, target: Path, work: Path, *arguments: str | Path, verbosity: str | None = None) -> Result:
-        words = ["regenerate", "--target", target, "-o", work, "--max-new-tokens", "8", "--batch-size", "2", "--num-taps", "2", *arguments]
-        return CliRunner().invoke(main, [*((verbosity,) if verbosity else ()), *map(str, words)])
-
-    def samples(self, work: Path) -> list[dict[str, object]]:
-        return [json.loads(line) for path in sorted(work.glob("responses-*.jsonl")) for line in path.read_text().splitlines()]
-
-    def test_it_states_what_is_to_do_does_it_and_sums_up_in_one_line(self, target_folder: Path, prompts: Path, tmp_path: Path) -> None:
-        work = tmp_path / "work"
-        done = self.run(target_folder, work, "--prompts", prompts, "--kind", "short-chat:2", "--max-prompt-tokens", "90")
-        assert done.exit_code == 0, done.stderr
-        samples = self.samples(work)
-        assert sorted(str(sample["kind"]) for sample in samples) == ["say", "say", "say", "short-chat", "short-chat"]
-        assert (
-            "5 prompts, 0 answered already; left out: 1 longer than 90 tokens or the target's room, 1 that were there twice" in done.stderr
-        )
-        most = sum(len(sample["prompt_ids"]) + 8 for sample in samples) * 2 * 32 * 2  # type: ignore[arg-type]
-        assert f"features take at most {most:,} bytes, " in done.stderr
-        [line] = done.stdout.splitlines()
-        tokens = sum(len(sample["response_ids"]) for sample in samples)  # type: ignore[arg-type]
-        assert line.startswith(f"{work}: 5 samples, {tokens} response tokens, ")
-        assert json.loads((work / "features.json").read_text()) == {"tapped_layers": [1, 3], "width": 64}
-
-        again = self.run(target_folder, work, "--prompts", prompts, "--json", verbosity="--quiet")
-        assert again.stderr == ""
-        result = json.loads(again.stdout)
-        assert (result["samples"], result["added_samples"], result["answered_before"]) == (5, 0, 3)
-        assert result["bytes"] == sum(path.stat().st_size for path in work.glob("*-0.*"))
-
-    def test_soft_labels_keep_the_last_layers_normed_output(self, target_folder: Path, prompts: Path, tmp_path: Path) -> None:
-        assert self.run(target_folder, tmp_path / "w", "--prompts", prompts, "--soft-labels").exit_code == 0
-        target = open_target(target_folder)
-        assert json.loads((tmp_path / "w" / "features.json").read_text()) == {"tapped_layers": [1, 3, 5], "width": 96}
-        stored = SampleStore.open(
-            tmp_path / "w", claim=json.loads((tmp_path / "w" / "made-for.json").read_text()), tapped_layers=(1, 3, 5), width=96
-        ).read()
-        hidden, features = load_target(target, (1, 3)).requires_grad_(False).hidden_states(torch.tensor([stored.samples[0].token_ids]))
-        expected = torch.cat([features, hidden], dim=-1)[0, :-1].numpy()
-        np.testing.assert_allclose(stored.rows(0)[:-1].astype(np.float32), expected, **FP16)
-
-    def test_no_features_keeps_lines_alone(self, target_folder: Path, prompts: Path, tmp_path: Path) -> None:
-        done = self.run(target_folder, tmp_path / "w", "--prompts", prompts, "--no-features", "--temperature", "0.9", "--seed", "3")
-        assert done.exit_code == 0, done.stderr
-        assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["made-for.json", "responses-0.jsonl"]
-        assert json.loads((tmp_path / "w" / "made-for.json").read_text())["sampling"]["seed"] == 3
-
-    @pytest.mark.parametrize("torchrun", [False, True])
-    def test_parts_are_the_whole(
-        self, target_folder: Path, prompts: Path, tmp_path: Path, torchrun: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert self.run(target_folder, tmp_path / "whole", "--prompts", prompts, "--kind", "short-chat:4").exit_code == 0
-        for part in range(3):
-            if torchrun:
-                for name, value in (("RANK", part), ("WORLD_SIZE", 3), ("LOCAL_WORLD_SIZE", 3)):
-                    monkeypatch.setenv(name, str(value))
-            flags = [] if torchrun else ["--part", f"{part}/3"]
-            done = self.run(target_folder, tmp_path / "parts", "--prompts", prompts, "--kind", "short-chat:4", *flags, "--json")
-            assert done.exit_code == 0, done.stderr
-            assert (json.loads(done.stdout)["part"], json.loads(done.stdout)["parts"]) == (part, 3)
-        assert len(list((tmp_path / "parts").glob("responses-*.jsonl"))) == 3
-        assert sorted(map(str, self.samples(tmp_path / "parts"))) == sorted(map(str, self.samples(tmp_path / "whole")))
-
-    @pytest.mark.parametrize("part", ["", "1", "1/", "/2", "2/2", "0/0", "-1/2", "a/b", "1/2/3", "0.5/2", "1 / 2", "٠/2"])
-    def test_parts_that_are_none_are_refused(self, target_folder: Path, prompts: Path, tmp_path: Path, part: str) -> None:
-        done = self.run(target_folder, tmp_path / "w", "--prompts", prompts, "--part", part)
-        assert (done.exit_code, done.stdout) == (2, "")
-        assert "Expected --part I/N with I from 0 to N-1" in done.stderr
-        assert not (tmp_path / "w").exists()
-
-    def test_a_part_is_not_chosen_twice(self, target_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        done = self.run(target_folder, tmp_path / "w", "--prompts", prompts, "--part", "0/2")
-        assert done.exit_code == 2
-        assert "Expected no --part under torchrun" in done.stderr
-
-    def test_features_that_do_not_fit_the_disk_are_refused_before_the_weights_are_loaded(
-        self, target_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))  # type: ignore[attr-defined]
-        monkeypatch.setattr("domino_deploy.training.answering.load_target", None)
-        done = self.run(target_folder, tmp_path / "w", "--prompts", prompts)
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert "100 free" in done.stderr
-        assert "--no-features" in done.stderr
-        monkeypatch.undo()
-        assert self.run(target_folder, tmp_path / "w", "--prompts", prompts, "--no-features").exit_code == 0
-
-    def test_a_target_trained_on_in_place_is_another_target(self, target_folder: Path, prompts: Path, tmp_path: Path) -> None:
-        folder = tmp_path / "target"
-        shutil.copytree(target_folder, folder)
-        assert self.run(folder, tmp_path / "w", "--prompts", prompts).exit_code == 0
-        before = self.samples(tmp_path / "w")
-        tensors = load_file(folder / "model.safetensors")
-        tensors["model.layers.3.mlp.up_proj.weight"] *= 1.001
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        done = self.run(folder, tmp_path / "w", "--prompts", prompts)
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert "made for something else" in done.stderr
-        assert "target: expected" in done.stderr
-        assert self.samples(tmp_path / "w") == before
-
-    @pytest.mark.parametrize(
-        ("flags", "code", "fragments"),
-        [
-            ([], 2, ["--prompts or --kind"]),
-            (["--kind", "poems"], 2, ["templated-code", "'poems'"]),
-            (["--kind", "short-chat:0"], 2, ["short-chat:COUNT", "'0'"]),
-            (["--kind", "short-chat:2", "--temperature", "-1", "--top-p", "2"], 2, ["temperature", "top_p"]),
-            (["--kind", "short-chat:2", "--seed", "-3"], 2, ["seed", "-3"]),
-            (["--kind", "short-chat:2", "--soft-labels", "--no-features"], 2, ["--soft-labels", "--no-features"]),
-            (["--kind", "short-chat:2", "--max-prompt-tokens", "3"], 1, ["at most 3 tokens", "--max-prompt-tokens"]),
-            (["--kind", "short-chat:2", "--max-new-tokens", "512"], 1, ["512 positions", "--max-new-tokens"]),
-            (["--kind", "short-chat:2", "--num-taps", "6"], 1, ["target of 6", "--num-taps"]),
-            (["--prompts", "nowhere.jsonl"], 1, ["nowhere.jsonl", "JSONL"]),
-        ],
-    )
-    def test_wrong_usage_is_named(self, target_folder: Path, tmp_path: Path, flags: list[str], code: int, fragments: list[str]) -> None:
-        done = self.run(target_folder, tmp_path / "w", *flags)
-        assert (done.exit_code, done.stdout) == (code, ""), done.stderr
-        assert [fragment for fragment in fragments if fragment not in done.stderr] == []
-        assert not (tmp_path / "w").exists()
-
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_a_gpu_that_is_not_there_is_refused(self, target_folder: Path, prompts: Path, tmp_path: Path) -> None:
-        done = self.run(target_folder, tmp_path / "w", "--prompts", prompts, "--device", "cuda")
-        assert done.exit_code != 0
-        assert "--device cpu" in done.stderr
-
-    def test_prompts_that_the_template_refuses_are_named(self, target_folder: Path, tmp_path: Path) -> None:
-        folder = tmp_path / "target"
-        shutil.copytree(target_folder, folder)
-        template = folder / "chat_template.jinja"
-        template.write_text(
-            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + template.read_text()
-        )
-        chat = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
-        path = write_lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"messages": chat}, {"messages": chat})
-        done = self.run(folder, tmp_path / "w", "--prompts", path)
-        assert done.exit_code == 1
-        assert [line in done.stderr for line in ("p.jsonl, line 2:", "p.jsonl, line 3:", "no system role")] == [True] * 3
-
-
-class TestProgressBar:
-    def stages(self) -> list[Progress]:
-        return [
-            Progress(phase=phase, done=done, total=3, note=f"{done} tokens") for phase in ("responses", "training") for done in (1, 2, 3)
-        ]
-
-    def show(self, verbosity: Verbosity, *, is_shown: bool = True) -> str:
-        import click
-
-        @click.command()
-        @click.pass_context
-        def command(ctx: click.Context) -> None:
-            ctx.obj = verbosity
-            with progress_bar(ctx, is_shown=is_shown) as show:
-                for stage in self.stages():
-                    show(stage)
-
-        done = CliRunner().invoke(command)
-        assert done.exit_code == 0, done.exception
-        assert done.stdout == ""
-        return done.stderr
-
-    def test_verbose_tells_the_first_and_last_of_each_phase_and_little_between(self) -> None:
-        lines = [line.partition("] ")[2] for line in self.show(Verbosity.VERBOSE).splitlines()]
-        assert lines == ["responses 1/3  1 tokens", "responses 3/3  3 tokens", "training 1/3  1 tokens", "training 3/3  3 tokens"]
-
-    def test_nothing_is_shown_elsewhere(self) -> None:
-        assert self.show(Verbosity.NORMAL) == ""
-        assert self.show(Verbosity.QUIET) == ""
-        assert self.show(Verbosity.VERBOSE, is_shown=False) == ""
-
-    def test_a_terminal_gets_a_bar_with_the_runs_own_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import rich.console
-
-        made = []
-        real = rich.console.Console
-
-        def on_a_terminal(**options: object) -> rich.console.Console:
-            made.append(real(force_terminal=True, width=120, **options))  # type: ignore[arg-type]
-            return made[-1]
-
-        monkeypatch.setattr("rich.console.Console", on_a_terminal)
-        monkeypatch.setattr("domino_deploy.cli.console.sys.stderr", Terminal())
-        import click
-
-        ctx = click.Context(click.Command("x"), obj=Verbosity.NORMAL)
-        with progress_bar(ctx) as show:
-            for stage in self.stages():
-                show(stage)
-        drawn = "".join(made[0].file.written)  # type: ignore[attr-defined]
-        assert "training" in drawn
-        assert "3/3" in drawn
-        assert "3 tokens" in drawn
-
-
-class Terminal:
-    """Takes the place of stderr."""
-
-    encoding = "utf-8"
-
-    def __init__(self) -> None:
-        self.written: list[str] = []
-
-    def write(self, text: str) -> int:
-        self.written.append(text)
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-    def isatty(self) -> bool:
-        return True
