@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from domino_deploy.cli.answer_flags import answer_flags
 from domino_deploy.cli.console import Verbosity, as_bytes, echo_json, progress_bar, template_variables
 from domino_deploy.cli.extras import needs
 from domino_deploy.errors import RequestError
@@ -25,8 +26,7 @@ _PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
 
 
 @click.command()
-@click.option("--target", required=True, metavar="TARGET", help="Target checkpoint: a folder or a hub id.")
-@click.option("--target-revision", help="Hub revision of the target.")
+@answer_flags
 @click.option(
     "--prompts",
     multiple=True,
@@ -41,17 +41,12 @@ _PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
     help=f"Prompts of our own: {', '.join(PACKAGED)}; may be given several times.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="WORK", help="Folder of the samples.")
-@click.option("--max-prompt-tokens", type=click.IntRange(min=1), default=_DEFAULT.max_prompt_tokens, help="Longer prompts are left out.")
-@click.option("--max-new-tokens", type=click.IntRange(min=2), default=_DEFAULT.max_new_tokens, help="Longest response.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=_DEFAULT.batch_size, help="Responses decoded together.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default=_DEFAULT.dtype, help="Of the target's weights and products.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="auto: a GPU if there is one.")
 @click.option("--temperature", type=float, default=_SAMPLING.temperature, help="0 is greedy.")
 @click.option("--top-k", type=int, default=_SAMPLING.top_k, help="Keep this many of the likeliest tokens; 0 keeps all.")
 @click.option("--top-p", type=float, default=_SAMPLING.top_p, help="Keep the likeliest tokens that together reach this probability.")
 @click.option("--min-p", type=float, default=_SAMPLING.min_p, help="Keep tokens at least this fraction as likely as the likeliest.")
 @click.option("--seed", type=int, default=_SAMPLING.seed, help="Of the sampling.")
-@click.option("--chat-template-kwargs", metavar="JSON", help="Variables for the target's chat template: '{\"enable_thinking\": false}'.")
 @click.option("--part", metavar="I/N", help="Answer every N-th prompt, I from 0 to N-1.  [default: all; under torchrun the rank's share]")
 @click.option("--features/--no-features", default=True, help="Keep the features that training reads; without, training computes them.")
 @click.option("--num-taps", type=click.IntRange(min=1), default=_DEFAULT.num_taps, help="Target layers whose features are kept.")

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import click
 
+from domino_deploy.cli.answer_flags import answer_flags
 from domino_deploy.cli.console import echo_json, progress_bar, template_variables
 from domino_deploy.cli.extras import needs
 from domino_deploy.errors import RequestError, TrainingError
@@ -74,8 +75,7 @@ def _recipe_options(command: click.Command) -> click.Command:
 
 
 @click.command()
-@click.option("--target", required=True, metavar="TARGET", help="Target checkpoint: a folder or a hub id.")
-@click.option("--target-revision", help="Hub revision of the target.")
+@answer_flags
 @click.option(
     "--prompts",
     multiple=True,
@@ -92,11 +92,6 @@ def _recipe_options(command: click.Command) -> click.Command:
     metavar="WORK",
     help="Folder for responses, features and the run's state; an interrupted run goes on from there.",
 )
-@click.option("--max-prompt-tokens", type=click.IntRange(min=1), default=_ANSWERING.max_prompt_tokens, help="Longer prompts are left out.")
-@click.option("--max-new-tokens", type=click.IntRange(min=2), default=_ANSWERING.max_new_tokens, help="Longest response.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=_ANSWERING.batch_size, help="Responses decoded together.")
-@click.option("--chat-template-kwargs", metavar="JSON", help="Variables for the target's chat template: '{\"enable_thinking\": false}'.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="auto: a GPU if there is one.")
 @click.option("--restart", is_flag=True, help="Forget the state of an interrupted run; responses and features are kept.")
 @click.option("--force", is_flag=True, help="Replace DIR if it exists.")
 @click.option("--dry-run", is_flag=True, help="Say what the run would take, and do nothing; only the target's config.json is read.")
