@@ -254,7 +254,10 @@ def test_everything_from_prepare_to_collect(prepared, demo, target, target_folde
 
     report = json.loads((folder / "out" / "report.json").read_text())
     assert list(report["phases"]) == ["load", "regenerate", "write responses", "corpus", "timing", "train"]
-    assert report["drafter_steps"] == report["recipe"]["steps"]  # how many fit is the machine's affair
+    # How many steps fit is the machine's affair, and three seconds by the real clock may be too few for those that were chosen: the run
+    # then says that it stopped, with the drafter of an earlier state (the late run below has a clock of its own).
+    steps = report["recipe"]["steps"]
+    assert 0 < report["drafter_steps"] < steps if "stopped" in report else report["drafter_steps"] == steps
     brought = sorted(path.name for path in (folder / "out").iterdir())
     assert brought == ["drafter.0", "drafter.json", "report.json", "responses.0", "responses.json"]
 
