@@ -152,7 +152,8 @@ class TestPlaces:
 class TestKilledWhileAStateWasReplaced:
     def test_the_state_before_comes_back(self, tmp_path: Path) -> None:
         place = tmp_path / "checkpoint"
-        moved, new, other = tmp_path / ".checkpoint-00c0ffee" / "checkpoint", tmp_path / ".checkpoint-0badf00d", tmp_path / ".checkpoint-x"
+        moved = tmp_path / ".checkpoint-00c0ffee-old" / "checkpoint"
+        new, other = tmp_path / ".checkpoint-0badf00d", tmp_path / ".checkpoint-x"
         for folder in (moved, new, other):
             folder.mkdir(parents=True)
             (folder / "which").write_text(folder.name)
@@ -161,7 +162,7 @@ class TestKilledWhileAStateWasReplaced:
         assert sorted(os.listdir(tmp_path)) == [".checkpoint-x", "checkpoint"]
 
     def test_the_new_state_stays_where_it_was_in_place(self, tmp_path: Path) -> None:
-        place, moved = tmp_path / "checkpoint", tmp_path / ".checkpoint-00c0ffee" / "checkpoint"
+        place, moved = tmp_path / "checkpoint", tmp_path / ".checkpoint-00c0ffee-old" / "checkpoint"
         place.mkdir()
         moved.mkdir(parents=True)
         (place / "which").write_text("new")
@@ -173,8 +174,8 @@ class TestKilledWhileAStateWasReplaced:
         monkeypatch.setattr(trainer, "save_drafter", lambda *_, **__: (_ for _ in ()).throw(OSError("power cut")))
         check(train(target, work, tmp_path / "out"), 1, "power cut")
         monkeypatch.undo()
-        (work / ".checkpoint-00c0ffee").mkdir()
-        (work / "checkpoint").rename(work / ".checkpoint-00c0ffee" / "checkpoint")
+        (work / ".checkpoint-00c0ffee-old").mkdir()
+        (work / "checkpoint").rename(work / ".checkpoint-00c0ffee-old" / "checkpoint")
         monkeypatch.setattr(trainer._Run, "step", lambda *_: pytest.fail("a finished step was made again"))
         assert train(target, work, tmp_path / "out").exit_code == 0
 
