@@ -7,6 +7,7 @@ supported model - a tensor too many, a setting that is not honoured, a header th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from domino_deploy.checkpoint_config import target_config
 from domino_deploy.checkpoint_drafter import drafter_config
 from domino_deploy.checkpoint_source import file_in, resolve
 from domino_deploy.config import DrafterConfig, TargetConfig
+from domino_deploy.config_fields import shown_key
 from domino_deploy.errors import CheckpointError, listed, shortened
 from domino_deploy.safetensors_header import TensorEntry, read_header
 from domino_deploy.strict_json import JsonObject, read_object
@@ -63,13 +65,15 @@ def open_target(source: str | Path, *, revision: str | None = None) -> Checkpoin
     """
     folder, commit = resolve(source, revision)
     raw, where = _read_config(folder)
-    generation = read_object(file_in(folder, GENERATION_CONFIG)) if (folder / GENERATION_CONFIG).exists() else None
+    generation = read_object(file_in(folder, GENERATION_CONFIG)) if os.path.lexists(folder / GENERATION_CONFIG) else None
     config = target_config(raw, where, generation)
     entries = checkpoint_tensors.without_derived(_weights(folder))
-    problems: list[str] = []
-    if config.tie_word_embeddings:
-        _drop_tied_head(entries, problems)
-    problems += checkpoint_tensors.tensor_problems(entries, checkpoint_tensors.expected_target_tensors(config), config)
+    # A tied checkpoint may store the LM head too, provided it is the embedding once more.
+    head = entries.pop(checkpoint_tensors.LM_HEAD, None) if config.tie_word_embeddings else None
+    problems = checkpoint_tensors.tensor_problems(entries, checkpoint_tensors.expected_target_tensors(config), config)
+    # Last: it reads both, which are of the size that config.json says only if there was no problem so far.
+    if head is not None and not problems and not _same_bytes(head, entries[checkpoint_tensors.EMBEDDING]):
+        problems.append(f"tie_word_embeddings is true, but {checkpoint_tensors.LM_HEAD} differs from {checkpoint_tensors.EMBEDDING}")
     _refuse(folder, problems)
     return Checkpoint(source=str(source), folder=folder, revision=commit, config=config, raw_config=raw, tensors=entries)
 
@@ -98,7 +102,7 @@ def load_tensors(checkpoint: Checkpoint[ConfigT], dtype: torch.dtype) -> Iterato
 
 
 def _read_config(folder: Path) -> tuple[JsonObject, str]:
-    if not (folder / CONFIG).exists():
+    if not os.path.lexists(folder / CONFIG):
         raise CheckpointError(f"{folder}: expected a {CONFIG}, found {_contents(folder)}. Name a folder in the layout of transformers.")
     path = file_in(folder, CONFIG)
     return read_object(path), str(path)
@@ -106,7 +110,7 @@ def _read_config(folder: Path) -> tuple[JsonObject, str]:
 
 def _weights(folder: Path) -> dict[str, TensorEntry]:
     """Every tensor of the folder by its name there: of the single file, or of all shards, checked against the index."""
-    has_index, has_single = (folder / INDEX).exists(), (folder / WEIGHTS).exists()
+    has_index, has_single = os.path.lexists(folder / INDEX), os.path.lexists(folder / WEIGHTS)
     if not has_index and not has_single:
         found = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", *_OTHER_FORMATS))
         raise CheckpointError(
@@ -126,7 +130,9 @@ def _weights(folder: Path) -> dict[str, TensorEntry]:
 
 def _sharded(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorEntry]:
     shards = {file: read_header(file_in(folder, file)) for file in sorted(set(weight_map.values()))}
-    problems = [f"{name} is not in {file}, where the index has it" for name, file in weight_map.items() if name not in shards[file]]
+    problems = [
+        f"{shown_key(name)} is not in {file}, where the index has it" for name, file in weight_map.items() if name not in shards[file]
+    ]
     for file, entries in shards.items():
         for name in entries:
             if name not in weight_map:
@@ -137,13 +143,6 @@ def _sharded(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorEnt
         shown = shortened(problems, most=100)
         raise CheckpointError(listed(f"{folder / INDEX}: index and shards disagree", shown, "Fetch the checkpoint again."))
     return {name: shards[file][name] for name, file in weight_map.items()}
-
-
-def _drop_tied_head(entries: dict[str, TensorEntry], problems: list[str]) -> None:
-    """A tied checkpoint may store the LM head too, provided it is the embedding once more."""
-    head, embedding = entries.pop(checkpoint_tensors.LM_HEAD, None), entries.get(checkpoint_tensors.EMBEDDING)
-    if head is not None and embedding is not None and not _same_bytes(head, embedding):
-        problems.append(f"tie_word_embeddings is true, but {checkpoint_tensors.LM_HEAD} differs from {checkpoint_tensors.EMBEDDING}")
 
 
 def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from domino_deploy.config import DecoderConfig, Family, RopeConfig, RopeType, TargetConfig
-from domino_deploy.config_fields import REQUIRED, Fields, shown
-from domino_deploy.errors import CheckpointError, listed
+from domino_deploy.config_fields import REQUIRED, Fields, shown, shown_key
+from domino_deploy.errors import CheckpointError, listed, shortened
 from domino_deploy.strict_json import JsonObject
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
 
 _ADVICE = "Correct config.json, or use another checkpoint."
+_MOST_PROBLEMS = 50
 
 # More layers than any published model; bounds the work that a made-up number can cause.
 _MAX_LAYERS = 1024
@@ -123,7 +124,7 @@ def build(config_class: type[ConfigT], values: Mapping[str, Any], problems: list
     """The config made of `values`, unless reading them met `problems` or the config itself finds some."""
     if problems:
         distinct = list(dict.fromkeys(problems))
-        raise CheckpointError(listed(f"{where}: {len(distinct)} problem(s)", distinct, _ADVICE))
+        raise CheckpointError(listed(f"{where}: {len(distinct)} problem(s)", shortened(distinct, most=_MOST_PROBLEMS), _ADVICE))
     try:
         return config_class(**{**values, "rope": RopeConfig(**values["rope"])})
     except CheckpointError as error:
@@ -131,7 +132,7 @@ def build(config_class: type[ConfigT], values: Mapping[str, Any], problems: list
 
 
 def _evidence(raw: JsonObject) -> str:
-    return ", ".join([*(shown(name) for name in architectures(raw)), *(key for key in _DRAFTER_KEYS if raw.get(key) is not None)])
+    return ", ".join([*(shown(name) for name in architectures(raw)[:3]), *(key for key in _DRAFTER_KEYS if raw.get(key) is not None)])
 
 
 def _family(fields: Fields) -> Family:
@@ -162,7 +163,7 @@ def _rope_values(raw: JsonObject, problems: list[str]) -> dict[str, Any]:
         value = raw.get(key)
         if isinstance(value, dict):
             places.append((key, value))
-            problems += [f"{key}.{name} is not supported" for name in sorted(value.keys() - _ROPE_KEYS)]
+            problems += [f"{key}.{shown_key(name)} is not supported" for name in sorted(value.keys() - _ROPE_KEYS)]
         elif value is not None:
             problems.append(f"{key} must be an object, found {shown(value)}")
     theta = Fields([*places, ("", raw)], problems).number("rope_theta", default=_DEFAULT_THETA, minimum=1.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from domino_deploy.checkpoint_config import architectures, build, decoder_values, is_drafter
 from domino_deploy.config import DrafterConfig, DrafterKind
-from domino_deploy.config_fields import Fields, shown
+from domino_deploy.config_fields import Fields, shown, shown_key
 from domino_deploy.errors import CheckpointError
 from domino_deploy.strict_json import JsonObject
 
@@ -91,11 +91,11 @@ def default_target_layer_ids(count: int, target_layers: int) -> tuple[int, ...]:
 
 
 def has_room_for_taps(count: int, target_layers: int) -> bool:
-    """Whether `default_target_layer_ids` names layers that the target has, each once."""
+    """Whether `default_target_layer_ids` names layers that the target has, rising as a drafter's must."""
     if count > target_layers:
         return False
     layers = default_target_layer_ids(count, target_layers)
-    return layers[0] >= 0 and len(set(layers)) == count
+    return layers[0] >= 0 and list(layers) == sorted(set(layers))
 
 
 def _drafter_fields(raw: JsonObject, problems: list[str]) -> Fields:
@@ -105,7 +105,7 @@ def _drafter_fields(raw: JsonObject, problems: list[str]) -> Fields:
         if isinstance(value, dict):
             places.append((nest, value))
             # At top level transformers and trainers keep their own book; in here every key describes the drafter.
-            problems += [f"{nest}.{name} is not supported" for name in sorted(value.keys() - _KNOWN - _NEUTRAL.keys())]
+            problems += [f"{nest}.{shown_key(name)} is not supported" for name in sorted(value.keys() - _KNOWN - _NEUTRAL.keys())]
         elif value is not None:
             problems.append(f"{nest} must be an object, found {shown(value)}")
     fields = Fields([*places, ("", raw)], problems)
@@ -126,7 +126,7 @@ def _kind(raw: JsonObject, fields: Fields) -> DrafterKind:
     name = fields.value("projector_type")
     if name is None:
         signs = [name for name in _HEAD_FIELDS if fields.value(name) is not None]
-        signs += [name for name in architectures(raw) if name == "DominoDraftModel"]
+        signs += {"DominoDraftModel"} & set(architectures(raw))
         if signs:
             fields.problems.append(
                 f"projector_type is absent, which means plain DFlash, but {', '.join(signs)} says Domino: {NEVER_AS_DFLASH}"

@@ -16,6 +16,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # tokenizer.json and chat_template.jinja belong to a target; nothing below the repository's root does.
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja")
 _NOT_DOWNLOADED = ("*/*",)
+_MAX_NAME_BYTES = 255  # of every common file system
 
 
 def resolve(source: str | Path, revision: str | None = None, *, only: Sequence[str] = _DOWNLOADED) -> tuple[Path, str | None]:
@@ -49,7 +50,8 @@ def file_in(folder: Path, name: str) -> Path:
     Raises:
         CheckpointError: not a plain file name, missing, not a regular file, or a link that leaves the checkpoint.
     """
-    if not name.isprintable() or name in ("", ".", "..") or any(mark in name for mark in "/\\:"):
+    is_plain = name.isprintable() and name not in ("", ".", "..") and not any(mark in name for mark in "/\\:")
+    if not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
         raise CheckpointError(f"{folder}: expected a plain file name inside the folder, found {name[:200]!r}. Do not use this checkpoint.")
     path = folder / name
     if not path.is_file():

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from domino_deploy.errors import CheckpointError, listed
+from domino_deploy.errors import CheckpointError, listed, shortened
+
+_MOST_PROBLEMS = 50  # named in one message
 
 
 class Family(StrEnum):
@@ -64,6 +66,8 @@ class RopeConfig:
                 "rope scaling llama3 needs 0 < low_freq_factor < high_freq_factor, "
                 f"found {self.low_freq_factor} and {self.high_freq_factor}"
             )
+        if self.type is RopeType.YARN and self.beta_fast < self.beta_slow:
+            problems.append(f"rope scaling yarn needs beta_fast >= beta_slow, found {self.beta_fast} and {self.beta_slow}")
         _raise_if(problems, "rope settings")
 
 
@@ -171,13 +175,20 @@ class DrafterConfig(DecoderConfig):
         problems = super()._problems()
         if self.block_size < 2:
             problems.append(f"block_size must be at least 2, found {self.block_size}")
+        if self.block_size > self.max_position_embeddings:
+            problems.append(
+                f"block_size must be at most max_position_embeddings, found {self.block_size} and {self.max_position_embeddings}"
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             problems.append(f"mask_token_id must lie in [0, {self.vocab_size}), found {self.mask_token_id}")
         ids = self.target_layer_ids
         if not ids:
             problems.append("target_layer_ids must name at least one target layer, found none")
         if any(not 0 <= layer < self.num_target_layers for layer in ids) or any(a >= b for a, b in pairwise(ids)):
-            problems.append(f"target_layer_ids must rise within [0, {self.num_target_layers}), found {list(ids)}")
+            numbering = (
+                " (layers count from 0; in hidden_states, whose first is the embedding, from 1)" if self.num_target_layers in ids else ""
+            )
+            problems.append(f"target_layer_ids must rise within [0, {self.num_target_layers}), found {list(ids)!s:.80}{numbering}")
         if self.kind is DrafterKind.DOMINO:
             # The last correctable proposal is number num_proposals - 1; beyond it no token would be corrected.
             if not 0 <= self.pure_draft_prefix_len < self.num_proposals:
@@ -197,5 +208,9 @@ class DrafterConfig(DecoderConfig):
 def _raise_if(problems: list[str], what: str) -> None:
     if problems:
         raise CheckpointError(
-            listed(f"{what}: {len(problems)} value(s) out of range", problems, "Correct config.json, or use another checkpoint.")
+            listed(
+                f"{what}: {len(problems)} value(s) out of range",
+                shortened(problems, most=_MOST_PROBLEMS),
+                "Correct config.json, or use another checkpoint.",
+            )
         )

@@ -59,7 +59,7 @@ class Fields:
         value = self.value(*names, default=default)
         if value is None:
             return 1.0 if default is REQUIRED else None
-        if type(value) not in (int, float) or not math.isfinite(value) or not value > minimum:
+        if type(value) not in (int, float) or not _is_finite(value) or not value > minimum:
             return self._wrong(names, f"a finite number above {minimum:g}", value, 1.0)
         return float(value)
 
@@ -104,6 +104,18 @@ def shown(value: Any) -> str:
     """A JSON value for an error message, cut short."""
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def shown_key(name: str) -> str:
+    """A key for an error message: as it is, or escaped and cut short if it could garble the message."""
+    return name if name.isprintable() and len(name) <= 80 else shown(name)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _same(one: Any, other: Any) -> bool:

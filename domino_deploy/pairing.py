@@ -17,7 +17,9 @@ def check_pairing(target: TargetConfig, drafter: DrafterConfig) -> dict[str, obj
     """
     problems = []
     if drafter.vocab_size != target.vocab_size:
-        problems.append(f"vocab_size: drafter {drafter.vocab_size}, target {target.vocab_size} (the LM head is shared)")
+        problems.append(
+            f"vocab_size: drafter {drafter.vocab_size}, target {target.vocab_size} (the LM head is shared; rows of padding count)"
+        )
     if drafter.hidden_size != target.hidden_size:
         problems.append(
             f"hidden_size: drafter {drafter.hidden_size}, target {target.hidden_size} (embedding, LM head and features are the target's)"
@@ -29,6 +31,11 @@ def check_pairing(target: TargetConfig, drafter: DrafterConfig) -> dict[str, obj
         problems.append(f"target_layer_ids: {outside} lie outside the target's layers 0..{target.num_layers - 1}")
     if drafter.mask_token_id >= target.vocab_size:
         problems.append(f"mask_token_id: {drafter.mask_token_id} lies outside the target's embedding of {target.vocab_size} rows")
+    for name, token_ids in (("eos", target.eos_token_ids), ("bos", (target.bos_token_id,))):
+        if drafter.mask_token_id in token_ids:
+            problems.append(
+                f"mask_token_id: {drafter.mask_token_id} is the target's {name} token, which its text holds; a mask is none of them"
+            )
     if problems:
         advice = "Use the target that the drafter was trained on."
         raise PairingError(listed(f"drafter and target do not belong together: {len(problems)} mismatch(es)", problems, advice))

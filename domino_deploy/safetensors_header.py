@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from domino_deploy.errors import CheckpointError, listed
+from domino_deploy.errors import CheckpointError, listed, shortened
 from domino_deploy.strict_json import parse_object
 
 # The format allows 100 MB.  A header line takes some 150 bytes, so this is room for 100 000 tensors, and it bounds memory.
@@ -30,7 +30,8 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 _MAX_RANK = 8
 _MAX_DIMENSION = 2**63 - 1
-_ADVICE = "The file is damaged or was not written by safetensors: fetch or export it again."
+_ADVICE = "The file is damaged or was not written by safetensors (a Git LFS pointer, a web page?): fetch or export it again."
+_MOST_PROBLEMS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +63,20 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: expected a readable file, found: {error.strerror}. Check the checkpoint folder.") from error
+    if not text.startswith(b"{"):  # the format's own rule: JSON would allow spaces before
+        raise CheckpointError(f"{path} (header): expected a JSON object that begins with '{{', found {text[:20]!r}. {_ADVICE}")
     header = parse_object(text, f"{path} (header)")
-    header.pop("__metadata__", None)
-    entries, problems = {}, []
+    entries, problems = {}, _metadata_problems(header.pop("__metadata__", {}))
     for name, fields in header.items():
         entry = _entry(path, name, fields, data_start=8 + length, data_size=size - 8 - length)
         if isinstance(entry, TensorEntry):
             entries[name] = entry
         else:
             problems.append(entry)
-    problems = problems or _coverage_problems(list(entries.values()), 8 + length, size)
+        if len(problems) == _MOST_PROBLEMS:
+            problems.append("perhaps more: reading ended here")
+            break
+    problems = problems or shortened(_coverage_problems(list(entries.values()), 8 + length, size), most=_MOST_PROBLEMS)
     if problems:
         raise CheckpointError(listed(f"{path}: the header contradicts the file", problems, _ADVICE))
     return entries
@@ -82,6 +87,12 @@ def _check_length(path: Path, length: int, size: int) -> None:
         raise CheckpointError(f"{path}: expected a header of {length} bytes, found only {size - 8} bytes after the length. {_ADVICE}")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}. {_ADVICE}")
+
+
+def _metadata_problems(metadata: Any) -> list[str]:
+    if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
+        return []
+    return [f"'__metadata__': expected an object of texts, found {repr(metadata)[:80]}"]
 
 
 def _entry(path: Path, name: str, fields: Any, *, data_start: int, data_size: int) -> TensorEntry | str:

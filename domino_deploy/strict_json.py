@@ -25,7 +25,7 @@ def read_object(path: Path, *, limit: int = MAX_JSON_BYTES) -> JsonObject:
     try:
         size = path.stat().st_size
         if size > limit:
-            raise CheckpointError(f"{path}: expected at most {limit} bytes of JSON, found {size}. This is not a checkpoint's {path.name}.")
+            raise CheckpointError(f"{path}: expected at most {limit} bytes of JSON, found {size}. Fetch the checkpoint again.")
         with path.open("rb") as file:
             text = file.read(size)
     except OSError as error:
