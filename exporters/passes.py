@@ -12,10 +12,10 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
     RemoveUnusedOpsetsPass,
 )
-from onnx_ir.tape import Tape
 from onnxscript import optimizer
 
 from domino_deploy.errors import ExportError, listed
+from domino_deploy.exporters import correction_bodies
 from domino_deploy.plugins import op
 from domino_deploy.signature import GraphSignature
 
@@ -73,23 +73,13 @@ def name_dimensions(model: ir.Model, names: Mapping[str, str]) -> None:
 
 
 def add_correction_function(model: ir.Model) -> None:
-    """Afterwards: the model holds the fused logit correction's function body, for runtimes without the plugin.
-
-    It computes in the type of its inputs what `plugins/reference.py` computes in fp32.
-    """
-    base, hidden, state, codebook = inputs = [ir.val(name) for name in op.INPUTS]
-    tape = Tape()
-    mixed = tape.op("Add", [hidden, state])
-    bottleneck = tape.op("Mul", [mixed, tape.op("Sigmoid", [mixed])])
-    corrected = tape.op("Gemm", [bottleneck, codebook, base], {"transB": 1})
-    tokens = tape.op("ArgMax", [corrected], {"axis": -1, "keepdims": 0}, output=ir.val(op.OUTPUTS[0]))
-    axes = tape.op("Constant", [], {"value_ints": [-1]})
-    best = tape.op("GatherElements", [corrected, tape.op("Unsqueeze", [tokens, axes])], {"axis": -1})
-    best = tape.op("Squeeze", [best, axes], output=ir.val(op.OUTPUTS[1]))
-    graph = ir.Graph(inputs, [tokens, best], nodes=tape.nodes, opset_imports={"": model.opset_imports[""]})
-    function = ir.Function(op.DOMAIN, op.NAME, graph=graph, attributes=())
-    model.functions[function.identifier()] = function
-    model.opset_imports[op.DOMAIN] = op.DOMAIN_OPSET
+    """Afterwards: the model holds the body of each logit correction that it uses, for runtimes without the plugin."""
+    used = {node.op_identifier() for node in model.graph.all_nodes()}
+    for body in (correction_bodies.fused_correction, correction_bodies.pooled_correction):
+        function = body(model.opset_imports[""])
+        if function.identifier() in used:
+            model.functions[function.identifier()] = function
+            model.opset_imports[op.DOMAIN] = op.DOMAIN_OPSET
 
 
 def check_signature(model: ir.Model, signature: GraphSignature) -> None:

@@ -1,7 +1,7 @@
 """How operators of the PyTorch models become ONNX nodes.
 
 One entry per operator: norms, attention, rotary embedding and cache updates become single nodes of ONNX opset 24, the
-fused logit correction becomes the custom node whose identity `plugins/op.py` holds.  Its function body is added later,
+logit corrections become the custom nodes whose identity `plugins/op.py` holds.  Their function bodies are added later,
 by `passes.add_correction_function`.
 """
 
@@ -18,7 +18,7 @@ from onnxscript.onnx_opset import opset24
 from domino_deploy.errors import ExportError
 from domino_deploy.model import ops as _ops  # noqa: F401  registers rotary_embedding and cache_update
 from domino_deploy.plugins import op
-from domino_deploy.plugins import torch_op as _torch_op  # noqa: F401  registers fused_logit_correction
+from domino_deploy.plugins import torch_op as _torch_op  # noqa: F401  registers the logit corrections
 
 OPSET = 24
 
@@ -35,6 +35,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.domino.rotary_embedding.default: _rotary_embedding,
         torch.ops.domino.cache_update.default: _cache_update,
         torch.ops.domino.fused_logit_correction.default: _fused_logit_correction,
+        torch.ops.domino.pooled_logit_correction.default: _pooled_logit_correction,
     }
 
 
@@ -81,18 +82,41 @@ def _cache_update(cache: TFloat, rows: TFloat, write_index: INT64) -> TFloat:
 def _fused_logit_correction(
     base_logits: TFloat, hidden_projection: TFloat, state_projection: TFloat, codebook: TFloat
 ) -> tuple[INT64, TFloat]:
-    node = values.Op(values.Opset(op.DOMAIN, op.DOMAIN_OPSET), op.NAME, _correction_schema())
+    node = values.Op(values.Opset(op.DOMAIN, op.DOMAIN_OPSET), op.NAME, _correction_schema(op.NAME, op.INPUTS, op.OUTPUTS))
     return node(base_logits, hidden_projection, state_projection, codebook, **{op.NAMESPACE_ATTRIBUTE: op.DOMAIN})
 
 
-def _correction_schema() -> onnx.defs.OpSchema:
-    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
+def _pooled_logit_correction(
+    base_logits: FLOAT,
+    hidden_projection: FLOAT,
+    state_projection: FLOAT,
+    codebook: FLOAT,
+    codebook_norms: FLOAT,
+    candidates: INT64,
+    exact: bool,
+) -> tuple[INT64, FLOAT, BOOL]:
+    schema = _correction_schema(op.POOLED_NAME, op.POOLED_INPUTS, op.POOLED_OUTPUTS, op.EXACT_ATTRIBUTE)
+    node = values.Op(values.Opset(op.DOMAIN, op.DOMAIN_OPSET), op.POOLED_NAME, schema)
+    attributes = {op.NAMESPACE_ATTRIBUTE: op.DOMAIN, op.EXACT_ATTRIBUTE: int(exact)}
+    return node(base_logits, hidden_projection, state_projection, codebook, codebook_norms, candidates, **attributes)
+
+
+# What is not a float.
+_TYPES = {"token_ids": "I", "candidates": "I", "uncertified": "B"}
+
+
+def _correction_schema(name: str, inputs: Sequence[str], outputs: Sequence[str], *flags: str) -> onnx.defs.OpSchema:
+    parameter, attribute, kinds = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute, onnx.defs.OpSchema.AttrType
+    floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
     return onnx.defs.OpSchema(
-        op.NAME,
+        name,
         op.DOMAIN,
         op.DOMAIN_OPSET,
-        inputs=[parameter(name, "T") for name in op.INPUTS],
-        outputs=[parameter(op.OUTPUTS[0], "I"), parameter(op.OUTPUTS[1], "T")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], ""), ("I", ["tensor(int64)"], "")],
-        attributes=[attribute(op.NAMESPACE_ATTRIBUTE, onnx.defs.OpSchema.AttrType.STRING, "where the plugin is registered", required=True)],
+        inputs=[parameter(value, _TYPES.get(value, "T")) for value in inputs],
+        outputs=[parameter(value, _TYPES.get(value, "T")) for value in outputs],
+        type_constraints=[("T", floats, ""), ("I", ["tensor(int64)"], ""), ("B", ["tensor(bool)"], "")],
+        attributes=[
+            attribute(op.NAMESPACE_ATTRIBUTE, kinds.STRING, "where the plugin is registered", required=True),
+            *(attribute(flag, kinds.INT, "0 or 1", required=True) for flag in flags),
+        ],
     )

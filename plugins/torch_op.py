@@ -1,4 +1,4 @@
-"""`torch.ops.domino.fused_logit_correction`: the reference as a torch.library operator, one node in an exported graph."""
+"""`torch.ops.domino.{fused,pooled}_logit_correction`: the references as torch.library operators, one node in an exported graph."""
 
 from __future__ import annotations
 
@@ -20,3 +20,37 @@ def fused_logit_correction(
 def _(base_logits_BV: Tensor, hidden_projection_BR: Tensor, state_projection_BR: Tensor, codebook_VR: Tensor) -> tuple[Tensor, Tensor]:
     rows = base_logits_BV.shape[0]
     return base_logits_BV.new_empty(rows, dtype=torch.int64), base_logits_BV.new_empty(rows)
+
+
+@torch.library.custom_op("domino::pooled_logit_correction", mutates_args=())
+def pooled_logit_correction(
+    base_logits_BV: Tensor,
+    hidden_projection_BR: Tensor,
+    state_projection_BR: Tensor,
+    codebook_VR: Tensor,
+    codebook_norms_V: Tensor,
+    candidates_BK: Tensor,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.pooled_logit_correction`."""
+    return reference.pooled_logit_correction(
+        base_logits_BV, hidden_projection_BR, state_projection_BR, codebook_VR, codebook_norms_V, candidates_BK, exact
+    )
+
+
+@pooled_logit_correction.register_fake
+def _(
+    base_logits_BV: Tensor,
+    hidden_projection_BR: Tensor,
+    state_projection_BR: Tensor,
+    codebook_VR: Tensor,
+    codebook_norms_V: Tensor,
+    candidates_BK: Tensor,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = base_logits_BV.shape[0]
+    return (
+        base_logits_BV.new_empty(rows, dtype=torch.int64),
+        base_logits_BV.new_empty(rows, dtype=torch.float32),
+        base_logits_BV.new_empty(rows, dtype=torch.bool),
+    )

@@ -126,7 +126,15 @@ def _cycles(
         accepted = min(len(kept), len(chosen) - 1)
         graphs_ms = proposal.draft_ms + proposal.head_ms + verify_ms
         terms = TermsMs(draft=proposal.draft_ms, head=proposal.head_ms, verify=verify_ms, other=_since(started) - graphs_ms)
-        yield Step(token_ids=tuple(kept), proposed=len(drafts), accepted=accepted, terms_ms=terms, finish_reason=finish_reason)
+        yield Step(
+            token_ids=tuple(kept),
+            proposed=len(drafts),
+            accepted=accepted,
+            terms_ms=terms,
+            finish_reason=finish_reason,
+            pooled=proposal.pooled,
+            uncertified=proposal.uncertified,
+        )
 
 
 def _prefill(target: Target, prompt_ids: list[int]) -> TargetRows:

@@ -31,11 +31,17 @@ class TargetRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Drafted tokens (int64, at most as many as asked for) and what they cost in milliseconds."""
+    """Drafted tokens (int64, at most as many as asked for) and what they cost in milliseconds.
+
+    pooled: those that a correction chose out of a candidate pool; uncertified: those of them for which a token outside the
+    pool could have won.
+    """
 
     token_ids: IntArray
     draft_ms: float = 0.0
     head_ms: float = 0.0
+    pooled: int = 0
+    uncertified: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,8 @@ class Step:
     """One cycle of the decode loop (the first one is the prefill: one token, nothing proposed).
 
     token_ids: committed tokens, in order; proposed: drafted tokens that were verified; accepted: those among
-    `token_ids`, so `accepted <= proposed` and, unless cut short, `len(token_ids) == accepted + 1`.
+    `token_ids`, so `accepted <= proposed` and, unless cut short, `len(token_ids) == accepted + 1`; pooled and uncertified
+    as in `Proposal`.
     finish_reason: "stop", "length", or None while generation goes on.
     """
 
@@ -62,6 +69,8 @@ class Step:
     accepted: int = 0
     terms_ms: TermsMs = field(default_factory=TermsMs)
     finish_reason: str | None = None
+    pooled: int = 0
+    uncertified: int = 0
 
 
 class Target(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,16 @@ class TestReport:
         speed, _ = report.tables(made)
         assert not [column for column in speed.columns if "lookup" in column]
         assert made.to_dict()["prompt_lookup"] is None
+
+    def test_a_candidate_pool_has_a_column_of_its_own(self) -> None:
+        assert "uncertified" not in report.tables(report_of(SCRIPTS))[0].columns
+        pooled = [(seconds, replace(step, pooled=step.proposed, uncertified=step.accepted)) for seconds, step in SCRIPTS[OURS][A]]
+        made = report_of(SCRIPTS | {OURS: SCRIPTS[OURS] | {A: pooled}})
+        speed, _ = report.tables(made)
+        shares = [row[speed.columns.index("uncertified")] for row in speed.rows]
+        assert shares == ["60.0%", "-", "60.0%"]  # 2 of 4 and 1 of 1; the other kind has none that were pooled
+        assert made.to_dict()["uncertified_share"] == 0.6
+        assert made.kinds["y"].modes[OURS].uncertified_share is None
 
     def test_a_single_kind_needs_no_row_for_all(self) -> None:
         results = results_of(SCRIPTS, PROMPTS[:1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -206,6 +207,19 @@ def test_the_terms_of_a_cycle_add_up_and_leave_out_the_time_of_the_consumer(monk
         assert terms.verify == pytest.approx(10.0)
         assert (terms.draft, terms.head) == ((2.5, 1.0) if step.proposed else (0.0, 0.0))
         assert terms.other == pytest.approx(0.5 if step.proposed else 0.0)
+
+
+def test_what_a_candidate_pool_left_open_is_told_by_the_step_that_verified_it():
+    class PooledDrafter(MatchedDrafter):
+        def propose(self, token_ids, features, count):
+            return replace(super().propose(token_ids, features, count), pooled=count - 1, uncertified=len(token_ids) % 2)
+
+    steps = list(generate(ToyTarget(VOCAB), PooledDrafter(VOCAB), PROMPT, GenerationParams(max_new_tokens=11), num_speculative_tokens=4))
+    lengths = itertools.accumulate((len(step.token_ids) for step in steps), initial=len(PROMPT))
+    for length, step in zip(lengths, steps, strict=False):
+        expected = (step.proposed - 1, length % 2) if step.proposed else (0, 0)
+        assert (step.pooled, step.uncertified) == expected
+    assert sum(step.pooled for step in steps) > 0
 
 
 def test_bad_logits_end_the_generation_with_their_position():

@@ -75,7 +75,10 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFigures:
-    """One mode over some prompts; None where nothing was decoded, proposed or compared."""
+    """One mode over some prompts; None where nothing was decoded, proposed or compared.
+
+    uncertified_share: of the proposals chosen out of a candidate pool, those for which a token outside of it could have won.
+    """
 
     tau: float | None
     acceptance_rate: float | None
@@ -85,6 +88,7 @@ class ModeFigures:
     speedup_median: float | None
     terms_ms: TermsMs
     other_share: float | None
+    uncertified_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +184,7 @@ def _mode_figures(responses: Sequence[Response], plain: Sequence[Response]) -> M
         speedup_median=median(ratios) if ratios else None,
         terms_ms=_medians(cycles),
         other_share=_ratio(sum(step.terms_ms.other for step in cycles), sum(_total(step.terms_ms) for step in cycles)),
+        uncertified_share=_ratio(sum(step.uncertified for step in cycles), sum(step.pooled for step in cycles)),
     )
 
 

@@ -13,6 +13,7 @@ _ALL = "all"
 _NOT_MEASURED = "-"
 # As in the literature: tau and speed-up with two digits.
 _SPEED_COLUMNS = ("prompts", "number", "tau", "accepted", "plain tok/s", "tok/s", "speed-up", "median speed-up", "identical", "looping")
+_POOL_COLUMNS = ("uncertified",)
 _LOOKUP_COLUMNS = ("lookup tau", "lookup tok/s", "lookup speed-up")
 _TIME_COLUMNS = ("prompts", "draft ms", "head ms", "verify ms", "other ms", "other share", "plain step ms", "prefill ms")
 
@@ -51,10 +52,14 @@ def tables(report: Report) -> tuple[Table, Table]:
     """Speed and time, a row per kind and one for all prompts together."""
     rows = [*report.kinds.items(), (_ALL, report.overall)] if len(report.kinds) > 1 else list(report.kinds.items())
     has_lookup = Mode.PROMPT_LOOKUP in report.overall.modes
-    speed = tuple((*_speed(kind, figures), *(_lookup(figures) if has_lookup else ())) for kind, figures in rows)
+    has_pool = report.overall.modes[Mode.SPECULATIVE].uncertified_share is not None
+    speed = tuple(
+        (*_speed(kind, figures), *(_pool(figures) if has_pool else ()), *(_lookup(figures) if has_lookup else ())) for kind, figures in rows
+    )
+    columns = (*_SPEED_COLUMNS, *(_POOL_COLUMNS if has_pool else ()), *(_LOOKUP_COLUMNS if has_lookup else ()))
     times = tuple(_times(kind, figures) for kind, figures in rows)
     return (
-        Table(title="Speed", columns=(*_SPEED_COLUMNS, *(_LOOKUP_COLUMNS if has_lookup else ())), rows=speed),
+        Table(title="Speed", columns=columns, rows=speed),
         Table(title="Where the time of a cycle goes (medians)", columns=_TIME_COLUMNS, rows=times),
     )
 
@@ -90,6 +95,7 @@ def _figures(figures: Figures) -> dict[str, object]:
         "other_share": ours.other_share,
         "speedup_median": ours.speedup_median,
         "acceptance_rate": ours.acceptance_rate,
+        "uncertified_share": ours.uncertified_share,
         "tokens_per_second": ours.tokens_per_second,
         "prefill_ms": ours.prefill_ms,
         "plain": {"tokens_per_second": plain.tokens_per_second, "step_ms": figures.plain_step_ms, "prefill_ms": plain.prefill_ms},
@@ -115,6 +121,11 @@ def _speed(kind: str, figures: Figures) -> Cells:
         "yes" if figures.is_identical else f"NO ({len(figures.differences)})",
         _percent(figures.looping_share),
     )
+
+
+def _pool(figures: Figures) -> Cells:
+    share = figures.modes[Mode.SPECULATIVE].uncertified_share
+    return (_NOT_MEASURED if share is None else f"{share:.1%}",)
 
 
 def _lookup(figures: Figures) -> Cells:

@@ -20,6 +20,7 @@ from domino_deploy.bench.settings import Settings
 from domino_deploy.bench.tasks import KINDS, PromptSet, select
 from domino_deploy.cli.console import Verbosity, echo_json, echo_table, progress
 from domino_deploy.errors import CapacityError, VerificationError, listed
+from domino_deploy.precision import Dtype
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import Drafter
 from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, Backend, DrafterChoice, GenerationParams, Session
@@ -127,7 +128,7 @@ def bench(
         warm_up = session.prompt_ids(_WARM_UP, chat=not raw)
         with _bar(ctx, len(tokenised)) as on_prompt:
             results = measure.run(_decoders(session, settings), tokenised, warm_up=warm_up, on_prompt=on_prompt)
-        is_exact = settings.temperature == 0 and session.bundle.manifest.dtype == "float32"
+        is_exact = settings.temperature == 0 and session.bundle.precision.activations is Dtype.FLOAT32
     made = report.Report(
         overall=measure.figures(results),
         kinds=measure.figures_by_kind(results),

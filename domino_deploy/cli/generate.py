@@ -140,4 +140,8 @@ def _closing_line(steps: Sequence[Step], *, prefill_seconds: float, decode_secon
         if proposed:
             accepted = sum(step.accepted for step in cycles)
             line += f"; tau {decoded / len(cycles):.2f}, {accepted / proposed:.0%} of {proposed} drafted tokens accepted"
+        pooled = sum(step.pooled for step in cycles)
+        if pooled:
+            uncertified = sum(step.uncertified for step in cycles)
+            line += f"; {uncertified / pooled:.1%} of {pooled} corrections not certified by the candidate pool"
     return line

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from domino_deploy.config import DrafterConfig, DrafterKind
 from domino_deploy.model.backbone import Backbone
-from domino_deploy.model.head import DominoHead
+from domino_deploy.model.draft_vocab import DraftVocab
+from domino_deploy.model.head import CandidatePool, DominoHead, Drafted
 
 
 class DrafterModel(Backbone):
@@ -44,6 +45,20 @@ class DrafterModel(Backbone):
 
     def draft(self, embed: nn.Embedding, anchor_ids_B: Tensor, hidden_BNM: Tensor, base_logits_BNV: Tensor) -> Tensor:
         """Greedy proposals [B, N]: corrected token by token (Domino) or the base logits' argmax (DFlash)."""
+        return self.rollout(embed, anchor_ids_B, hidden_BNM, base_logits_BNV).token_ids
+
+    def rollout(
+        self,
+        embed: nn.Embedding,
+        anchor_ids_B: Tensor,
+        hidden_BNM: Tensor,
+        base_logits_BNV: Tensor,
+        *,
+        pool: CandidatePool | None = None,
+        vocab: DraftVocab | None = None,
+    ) -> Drafted:
+        """As `draft`, with what an export may choose; arguments as `DominoHead.rollout`'s.  A DFlash drafter has no use for a pool."""
         if self.head is None:
-            return base_logits_BNV.argmax(dim=-1)
-        return self.head.rollout(embed, anchor_ids_B, hidden_BNM, base_logits_BNV)
+            token_ids_BN = base_logits_BNV.argmax(dim=-1)
+            return Drafted(token_ids_BN if vocab is None else vocab.token_ids[token_ids_BN], torch.zeros_like(anchor_ids_B))
+        return self.head.rollout(embed, anchor_ids_B, hidden_BNM, base_logits_BNV, pool=pool, vocab=vocab)

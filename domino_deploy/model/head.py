@@ -7,12 +7,32 @@ Shape legend: B batch, N proposals, M model width, G GRU width, R rank, V vocabu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from domino_deploy.config import DrafterConfig
-from domino_deploy.plugins.torch_op import fused_logit_correction
+from domino_deploy.model.draft_vocab import DraftVocab
+from domino_deploy.plugins.reference import candidates
+from domino_deploy.plugins.torch_op import fused_logit_correction, pooled_logit_correction
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidatePool:
+    """How many tokens per proposal the correction looks at, and whether it looks at all where these do not settle it."""
+
+    size: int
+    is_certified: bool = False
+
+
+class Drafted(NamedTuple):
+    """token_ids: int64 [B, N]; uncertified: int64 [B], proposals for which a token outside the candidate pool could have won."""
+
+    token_ids: Tensor
+    uncertified: Tensor
 
 
 class PrefixGRU(nn.Module):
@@ -71,22 +91,55 @@ class DominoHead(nn.Module):
         """The state after consuming one more token's target embedding row."""
         return self.prefix_gru(F.linear(token_embedding_BM, self.prefix_gru.weight_ih_l0), state_BG)
 
-    def rollout(self, embed: nn.Embedding, anchor_ids_B: Tensor, hidden_BNM: Tensor, base_logits_BNV: Tensor) -> Tensor:
-        """Draft greedily, token by token: int64 [B, N].
+    def rollout(
+        self,
+        embed: nn.Embedding,
+        anchor_ids_B: Tensor,
+        hidden_BNM: Tensor,
+        base_logits_BNV: Tensor,
+        *,
+        pool: CandidatePool | None = None,
+        vocab: DraftVocab | None = None,
+    ) -> Drafted:
+        """Draft greedily, token by token.
 
         Proposal j (offset j + 1 from the anchor) uses the state after offsets 0..j; the first `prefix_len` proposals
         are the base logits' argmax.
+
+        Args:
+            embed: the target's embedding.
+            anchor_ids_B: the last committed tokens.
+            hidden_BNM: the backbone's proposal rows.
+            base_logits_BNV: the LM head on them; `vocab`'s LM head, if there is one.
+            pool: None to look at the whole vocabulary.
+            vocab: None for the target's own.
         """
         state, token, drafted = self.initial_state(anchor_ids_B.shape[0]), anchor_ids_B, []
         projected_BNR = self.project_hidden(hidden_BNM)
+        codebook = self.codebook_VR if vocab is None or vocab.codebook is None else vocab.codebook
+        norms = None if pool is None else torch.linalg.vector_norm(codebook.float(), dim=-1)
+        uncertified_B = torch.zeros_like(anchor_ids_B)
         for j in range(hidden_BNM.shape[1]):
             state = self.step(embed(token), state)
+            base_BV = base_logits_BNV[:, j]
             if j < self.prefix_len:
-                token = base_logits_BNV[:, j].argmax(dim=-1)
+                token = base_BV.argmax(dim=-1)
+            elif pool is None or norms is None:
+                token, _ = fused_logit_correction(base_BV, projected_BNR[:, j], self.project_state(state), codebook)
             else:
-                token, _ = fused_logit_correction(base_logits_BNV[:, j], projected_BNR[:, j], self.project_state(state), self.codebook_VR)
+                token, _, is_uncertified_B = pooled_logit_correction(
+                    base_BV,
+                    projected_BNR[:, j],
+                    self.project_state(state),
+                    codebook,
+                    norms,
+                    candidates(base_BV, pool.size),
+                    pool.is_certified,
+                )
+                uncertified_B = uncertified_B + is_uncertified_B
+            token = token if vocab is None else vocab.token_ids[token]
             drafted.append(token)
-        return torch.stack(drafted, dim=1)
+        return Drafted(torch.stack(drafted, dim=1), uncertified_B)
 
     def teacher_forced(self, prefix_embeddings_BNM: Tensor, hidden_BNM: Tensor) -> Tensor:
         """Bottleneck SiLU(z + s) [B, N, R] with the true tokens fed to the GRU (training).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +27,30 @@ def load_target(checkpoint: Checkpoint[TargetConfig], tapped_layers: Sequence[in
     Raises:
         CheckpointError: weights that are not finite in `dtype`.
     """
-    with torch.device("meta"):
-        model = TargetModel(checkpoint.config, tapped_layers)
-    weights = _finite_weights(checkpoint, dtype)
-    if checkpoint.config.tie_word_embeddings:
-        weights[LM_HEAD] = weights[EMBEDDING]
-    _fill(model, weights, checkpoint.config)
-    if checkpoint.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight  # one parameter again: assignment made two of it
-    return model
+    return target_of(checkpoint.config, _finite_weights(checkpoint, dtype), tapped_layers)
 
 
 def load_drafter(checkpoint: Checkpoint[DrafterConfig], dtype: torch.dtype = torch.float32) -> DrafterModel:
     """The drafter in eval mode, weights in `dtype`; errors as `load_target`."""
+    return drafter_of(checkpoint.config, _finite_weights(checkpoint, dtype))
+
+
+def target_of(config: TargetConfig, weights: Mapping[str, Tensor], tapped_layers: Sequence[int] = ()) -> TargetModel:
+    """A target in eval mode out of weights that are in memory; a tied LM head is none of them."""
     with torch.device("meta"):
-        model = DrafterModel(checkpoint.config)
-    _fill(model, _finite_weights(checkpoint, dtype), checkpoint.config)
+        model = TargetModel(config, tapped_layers)
+    is_tied = config.tie_word_embeddings
+    _fill(model, {**weights, LM_HEAD: weights[EMBEDDING]} if is_tied else weights, config)
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight  # one parameter again: assignment made two of it
+    return model
+
+
+def drafter_of(config: DrafterConfig, weights: Mapping[str, Tensor]) -> DrafterModel:
+    """A drafter in eval mode out of weights that are in memory."""
+    with torch.device("meta"):
+        model = DrafterModel(config)
+    _fill(model, weights, config)
     return model
 
 
@@ -57,7 +65,7 @@ def _finite_weights(checkpoint: Checkpoint[ConfigT], dtype: torch.dtype) -> dict
     return weights
 
 
-def _fill(model: nn.Module, weights: dict[str, Tensor], config: TargetConfig | DrafterConfig) -> None:
+def _fill(model: nn.Module, weights: Mapping[str, Tensor], config: TargetConfig | DrafterConfig) -> None:
     model.load_state_dict(weights, strict=True, assign=True)
     # Not part of a checkpoint, and the one buffer that was made without memory.
     model.inverse_frequencies = rope.inverse_frequencies(config.rope, config.head_dim)[0]
