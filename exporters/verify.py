@@ -1,164 +1,191 @@
 """Does ONNX Runtime compute with a bundle's graphs what PyTorch computes?  One line per output and case.
 
-Two comparisons: every output of every graph on the cases of `verify_cases.py`, and greedy speculative generation step by
-step with both backends of the runtime, since errors that stay within bounds could still add up.
+Two comparisons: every output of every graph on the cases of `verify_cases.py`, and greedy speculative generation with both backends
+of the runtime (`verify_generation.py`), since errors that stay within bounds could still add up.  PyTorch computes in fp32 on what
+the bundle stores, dequantised.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import onnxruntime
+import torch
 
-from domino_deploy.bundle import DRAFTER_FOLDER, GRAPHS, TARGET_FOLDER, TOKENIZER, open_bundle
-from domino_deploy.checkpoint import Checkpoint, open_drafter, open_target
-from domino_deploy.config import DrafterConfig, TargetConfig
-from domino_deploy.errors import VerificationError, listed
-from domino_deploy.exporters.verify_cases import SENTENCES, Array, Case, TokenRows, backbone_cases, head_cases, target_cases
+from domino_deploy.bundle import DRAFT_VOCAB, DRAFTER_FOLDER, GRAPHS, TARGET_FOLDER, TOKENIZER, Bundle, open_bundle
+from domino_deploy.errors import VerificationError
+from domino_deploy.exporters import verify_layers
+from domino_deploy.exporters.precision import float32_copy
+from domino_deploy.exporters.stored import load_stored, read_tensor, stored_tensors
+from domino_deploy.exporters.verify_cases import SENTENCES, Case, TokenRows, backbone_cases, head_cases, target_cases
+from domino_deploy.exporters.verify_generation import compare_generation
+from domino_deploy.exporters.verify_metrics import case_lines
+from domino_deploy.exporters.verify_records import VerificationLine, VerificationReport
+from domino_deploy.exporters.verify_reference import Reference
+from domino_deploy.exporters.verify_tolerances import Tolerances
+from domino_deploy.model.draft_vocab import DraftVocab, draft_vocab_of
 from domino_deploy.model.drafter import DrafterModel
-from domino_deploy.model.loading import load_drafter, load_target
+from domino_deploy.model.head import CandidatePool
 from domino_deploy.model.target import TargetModel
-from domino_deploy.runtime.backends.eager import EagerDrafter, EagerTarget
+from domino_deploy.precision import Dtype
 from domino_deploy.runtime.backends.ort_graph import open_graph, run_graph
-from domino_deploy.runtime.decode import GenerationParams, generate
-from domino_deploy.runtime.protocols import Step
-from domino_deploy.runtime.session import Session
 from domino_deploy.runtime.text import Tokenizer
-from domino_deploy.signature import (
-    BASE_LOGITS,
-    DRAFT_IDS,
-    FEATURES,
-    HIDDEN,
-    LOGITS,
-    backbone_signature,
-    head_signature,
-    target_signature,
-)
+from domino_deploy.signature import FEATURES, GraphSignature, backbone_signature, head_signature, target_signature
 
-# Largest error allowed, as a part of the largest magnitude of PyTorch's output in the same case.  Both compute in fp32, so
-# what remains is the order of summation: 3e-6 at most, measured with SmolLM2-135M (30 layers) and the tests' tiny models.
-# Ten times that leaves room for deeper models, and a wrong epsilon, angle or weight exceeds it (tests/test_verify.py).
-_TOLERANCE = {LOGITS: 3e-5, FEATURES: 3e-5, HIDDEN: 3e-5, BASE_LOGITS: 3e-5, "updated_key_cache": 3e-5, "updated_value_cache": 3e-5}
-
-_PROMPTS = SENTENCES[:3]
-_NEW_TOKENS = 32
+__all__ = ["Tolerances", "VerificationLine", "VerificationReport", "compare", "verify_bundle"]
 
 Progress = Callable[[str], None]
+Models = tuple[TargetModel, DrafterModel]
+
+_TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerificationLine:
-    """One output in one case.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Graph:
+    """A graph to compare: its file, what is opened in the file's place, its signature, and the cases it is tried on."""
 
-    For tokens the error is the largest margin between PyTorch's two best logits among tokens that differ (0 if none
-    does), for generation the number of steps that differ; infinite for an output that is not finite.
-    """
-
-    graph: str
-    name: str
-    case: str
-    max_abs_error: float
-    mean_abs_error: float
-    bound: float
-
-    @property
-    def passed(self) -> bool:
-        return self.max_abs_error <= self.bound
+    file: Path
+    content: bytes | None
+    signature: GraphSignature
+    cases: Callable[[], Iterator[Case]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerificationReport:
-    """All lines; `generated` holds per prompt how many tokens came in how many steps, and how many drafts were accepted.
-
-    It is empty if the graphs' outputs are out of bounds already.
-    """
-
-    lines: tuple[VerificationLine, ...]
-    generated: tuple[dict[str, int], ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(line.passed for line in self.lines)
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON values; an infinite error becomes null."""
-        lines = [
-            {
-                "graph": line.graph,
-                "name": line.name,
-                "case": line.case,
-                "max_abs_error": _finite(line.max_abs_error),
-                "mean_abs_error": _finite(line.mean_abs_error),
-                "bound": line.bound,
-                "passed": line.passed,
-            }
-            for line in self.lines
-        ]
-        return {"passed": self.passed, "lines": lines, "generated": list(self.generated)}
-
-    def failure(self) -> str:
-        """The message for a report that did not pass."""
-        failed = [line for line in self.lines if not line.passed]
-        problems = [f"{line.graph}: {line.name} ({line.case}): error {line.max_abs_error:.2e}, allowed {line.bound:.2e}" for line in failed]
-        intro = f"{len(failed)} of {len(self.lines)} outputs of the graphs do not reproduce PyTorch:"
-        return listed(
-            intro, problems, "Do not use these graphs. Please report this with the versions of torch, onnxscript and onnxruntime."
-        )
-
-
-def verify_bundle(path: str | Path, *, progress: Progress = lambda step: None) -> VerificationReport:
-    """Compare a bundle's graphs with PyTorch on the bundle's own weights, whose hashes are checked first.
+def verify_bundle(
+    path: str | Path,
+    *,
+    tolerances: Tolerances | None = None,
+    num_layers: int | None = None,
+    progress: Progress = lambda step: None,
+) -> VerificationReport:
+    """Compare a bundle's graphs with PyTorch on the bundle's own weights, whose hashes are checked first; arguments as `compare`.
 
     Raises:
         BundleError: not a bundle, or files that are not those of the export.
+        RequestError: as `compare`.
     """
     progress("Checking the bundle's files")
     bundle = open_bundle(path, check_hashes=True)
-    return compare(bundle.path, open_target(bundle.path / TARGET_FOLDER), open_drafter(bundle.path / DRAFTER_FOLDER), progress=progress)
+    return compare(bundle, tolerances=tolerances, num_layers=num_layers, progress=progress)
 
 
 def compare(
-    folder: Path,
-    target_source: Checkpoint[TargetConfig],
-    drafter_source: Checkpoint[DrafterConfig],
+    bundle: Bundle,
+    models: Models | None = None,
     *,
+    tolerances: Tolerances | None = None,
+    num_layers: int | None = None,
     progress: Progress = lambda step: None,
 ) -> VerificationReport:
-    """Compare the graphs in `folder` with PyTorch on the weights of two checkpoints.
+    """Compare a bundle's graphs with PyTorch.
 
     Args:
-        folder: a whole bundle.
-        target_source: at export the checkpoint it was made from, so that a wrong conversion of weights is seen.
-        drafter_source: likewise.
+        bundle: a whole bundle.
+        models: target and drafter in fp32; None for the weights that the bundle stores.  An export that does not quantise gives those
+            of its sources, so that a wrong conversion of weights is seen; they are rounded to the bundle's floating type, in place.
+        tolerances: other bounds than the table's.
+        num_layers: compare the target's first layers only, where two whole targets do not fit into memory: its own graph is cut
+            behind them, backbone and head are compared on features made of those layers, and nothing is generated.
         progress: told what is being compared.
+
+    Raises:
+        RequestError: `num_layers` leaves nothing, or nothing out.
+        BundleError: a graph that cannot be run.
+        VerificationError: a tokenizer of another model.
     """
+    tolerances = tolerances or Tolerances()
+    if num_layers is not None:
+        verify_layers.check_layers(bundle, num_layers)
+    tokenizer = Tokenizer(bundle.path / TOKENIZER)
+    tokens = TokenRows(_token_ids(tokenizer, bundle.target.vocab_size))
     progress("Loading the PyTorch models")
-    target = load_target(target_source, tapped_layers=drafter_source.config.target_layer_ids)
-    drafter = load_drafter(drafter_source)
-    tokenizer = Tokenizer(folder / TOKENIZER)
-    tokens = TokenRows(_token_ids(tokenizer, target.config.vocab_size))
-    config = drafter_source.config
-    cases = {
-        "target": (target_signature(target_source.config, config.feature_size), lambda: target_cases(target, tokens)),
-        "backbone": (backbone_signature(config), lambda: backbone_cases(drafter, target, tokens)),
-        "head": (head_signature(config), lambda: head_cases(drafter, target, tokens)),
-    }
+    reference = _reference(bundle, models, num_layers)
     lines: list[VerificationLine] = []
-    for graph, (signature, made) in cases.items():
-        progress(f"Comparing the {graph} graph")
-        session = open_graph(folder / GRAPHS[graph], signature, _options())
-        for case in made():
-            lines += _lines(case, run_graph(session, folder / GRAPHS[graph], case.inputs))
-    if not all(line.passed for line in lines):  # generation would only show the same once more
-        return VerificationReport(lines=tuple(lines), generated=())
+    for name, graph in _graphs(bundle, reference, tokens, num_layers).items():
+        progress(f"Comparing the {name} graph")
+        session = open_graph(graph.file, graph.signature, _options(), content=graph.content)
+        wanted = {spec.name for spec in graph.signature.outputs}
+        dtypes = {spec.name: spec.dtype for spec in graph.signature.inputs}
+        for case in graph.cases():
+            inputs = {name: array.astype(dtypes[name], copy=False) for name, array in case.inputs.items()}
+            case = dataclasses.replace(case, expected={name: array for name, array in case.expected.items() if name in wanted})
+            found = run_graph(session, graph.file, inputs)
+            lines += case_lines(case, found, partial(tolerances.of, graph=case.graph, precision=bundle.precision))
+        del session
+    report = VerificationReport(lines=tuple(lines), generated=(), precision=bundle.precision.name, num_layers=num_layers)
+    if not report.passed:  # generation would only show the same once more
+        return dataclasses.replace(report, notes=(*_damage(bundle, report), "generation left out: the graphs are out of bounds"))
+    reason = _why_no_generation(bundle, num_layers)
+    if reason is not None:
+        return dataclasses.replace(report, notes=(f"generation left out: {reason}",))
     progress("Comparing speculative generation")
-    generated = tuple(_generations(folder, target, drafter))
-    return VerificationReport(lines=(*lines, *(line for line, _ in generated)), generated=tuple(facts for _, facts in generated))
+    generated = list(compare_generation(bundle, reference, tolerances))
+    lines += [line for made, _ in generated for line in made]
+    return dataclasses.replace(report, lines=tuple(lines), generated=tuple(record for _, record in generated))
+
+
+def _reference(bundle: Bundle, models: Models | None, num_layers: int | None) -> Reference:
+    if num_layers is not None:
+        target, drafter = verify_layers.load_truncated(bundle, num_layers)
+    else:
+        target, drafter = models or load_stored(bundle)
+    activations, pool = _TORCH_DTYPES[bundle.precision.activations], bundle.form.candidate_pool
+    if models is not None and activations is not torch.float32:
+        for parameter in (*target.parameters(), *drafter.parameters()):  # one at a time, in place
+            parameter.data = parameter.data.to(activations).float()
+    return Reference(
+        target=target,
+        drafter=drafter,
+        activations=activations,
+        pool=CandidatePool(size=pool, is_certified=bundle.manifest.certified_pool) if pool else None,
+        vocab=_draft_vocab(bundle),
+        is_truncated=num_layers is not None,
+    )
+
+
+def _draft_vocab(bundle: Bundle) -> DraftVocab | None:
+    if bundle.form.draft_vocab_size is None:
+        return None
+    from safetensors.torch import load_file
+
+    rows = load_file(bundle.path / DRAFTER_FOLDER / DRAFT_VOCAB)
+    return draft_vocab_of({name: values.float() if values.is_floating_point() else values for name, values in rows.items()})
+
+
+def _graphs(bundle: Bundle, reference: Reference, tokens: TokenRows, num_layers: int | None) -> dict[str, _Graph]:
+    """How each graph is opened: bfloat16, which ONNX Runtime lacks on CPUs, as a private copy in float32; a target perhaps truncated."""
+    is_copied = bundle.precision.activations is Dtype.BFLOAT16
+    form = dataclasses.replace(bundle.form, dtype=str(Dtype.FLOAT32)) if is_copied else bundle.form
+    files = {name: bundle.path / file for name, file in GRAPHS.items()}
+    target, feature_size = bundle.target, bundle.drafter.feature_size
+    if num_layers is not None:
+        target = verify_layers.truncated_config(bundle, num_layers)
+        feature_size = len(verify_layers.kept_taps(bundle, num_layers)) * target.hidden_size
+    signatures = {
+        "target": target_signature(target, feature_size, form),
+        "backbone": backbone_signature(bundle.drafter, form),
+        "head": head_signature(bundle.drafter, form),
+    }
+    if feature_size == 0:
+        outputs = tuple(spec for spec in signatures["target"].outputs if spec.name != FEATURES)
+        signatures["target"] = dataclasses.replace(signatures["target"], outputs=outputs)
+    contents: dict[str, bytes | None] = {name: float32_copy(file) if is_copied else None for name, file in files.items()}
+    if num_layers is not None:
+        contents["target"] = verify_layers.truncated_graph(files["target"], bundle, num_layers, contents["target"])
+    cases: dict[str, Callable[[], Iterator[Case]]] = {
+        "target": lambda: _cut(target_cases(reference, tokens), feature_size),
+        "backbone": lambda: backbone_cases(reference, tokens),
+        "head": lambda: head_cases(reference, tokens),
+    }
+    return {name: _Graph(file=file, content=contents[name], signature=signatures[name], cases=cases[name]) for name, file in files.items()}
+
+
+def _cut(cases: Iterator[Case], feature_size: int) -> Iterator[Case]:
+    """A truncated target taps a layer more, for the drafter's sake, than its graph has."""
+    for case in cases:
+        yield dataclasses.replace(case, expected=case.expected | {FEATURES: case.expected[FEATURES][..., :feature_size]})
 
 
 def _options() -> onnxruntime.SessionOptions:
@@ -167,73 +194,25 @@ def _options() -> onnxruntime.SessionOptions:
     return options
 
 
-def _lines(case: Case, found: dict[str, Array]) -> Iterator[VerificationLine]:
-    groups: dict[str, list[VerificationLine]] = {}
-    for name, expected in case.expected.items():
-        if name == DRAFT_IDS:
-            assert case.margins is not None, "every case of the head has them"
-            yield _token_line(case, name, found[name], expected, case.margins, _scale_bound(BASE_LOGITS, case.inputs[BASE_LOGITS]))
-            continue
-        group = name.partition(".")[0]
-        groups.setdefault(group, []).append(_value_line(case, name, found[name], expected, _scale_bound(group, expected)))
-        if name in (LOGITS, BASE_LOGITS):
-            best_two = np.partition(expected, -2, axis=-1)[..., -2:]
-            margins, bound = best_two[..., 1] - best_two[..., 0], _scale_bound(name, expected)
-            yield _token_line(case, f"{name} top-1", found[name].argmax(-1), expected.argmax(-1), margins, bound)
-    for lines in groups.values():  # of all layers' caches, the one nearest to its bound
-        yield max(lines, key=_nearness)
+def _why_no_generation(bundle: Bundle, num_layers: int | None) -> str | None:
+    if num_layers is not None:
+        return f"only {num_layers} of {bundle.target.num_layers} target layers take part"
+    if bundle.precision.activations is Dtype.BFLOAT16:
+        return "ONNX Runtime does not run bfloat16 graphs on a CPU; they were compared as float32 copies"
+    return None
 
 
-def _nearness(line: VerificationLine) -> float:
-    return line.max_abs_error / line.bound if line.bound else line.max_abs_error
-
-
-def _scale_bound(group: str, expected: Array) -> float:
-    return _TOLERANCE[group] * float(np.abs(expected).max())
-
-
-def _value_line(case: Case, name: str, found: Array, expected: Array, bound: float) -> VerificationLine:
-    error = np.abs(found.astype(np.float64) - expected)
-    is_finite = bool(np.isfinite(found).all()) and found.shape == expected.shape
-    largest, mean = (float(error.max()), float(error.mean())) if is_finite else (math.inf, math.inf)
-    return VerificationLine(graph=case.graph, name=name, case=case.name, max_abs_error=largest, mean_abs_error=mean, bound=bound)
-
-
-def _token_line(case: Case, name: str, found: Array, expected: Array, margins: Array, bound: float) -> VerificationLine:
-    differs = found != expected
-    if case.graph == "head":
-        # Behind the first token that differs the rollout continues another sentence.
-        differs &= np.cumsum(differs, axis=-1) == 1
-    errors = np.where(differs, margins, 0.0)
-    return VerificationLine(
-        graph=case.graph, name=name, case=case.name, max_abs_error=float(errors.max()), mean_abs_error=float(errors.mean()), bound=bound
-    )
-
-
-def _generations(folder: Path, target: TargetModel, drafter: DrafterModel) -> Iterator[tuple[VerificationLine, dict[str, int]]]:
-    """Per prompt: does ONNX Runtime propose, accept and emit in every step what PyTorch does?"""
-    with Session.open(folder) as session:
-        capacity, count = session.target.capacity, session.default_num_speculative_tokens
-        eager_target, eager_drafter = EagerTarget(target, capacity), EagerDrafter(drafter, target, capacity)
-        for number, prompt in enumerate(_PROMPTS, start=1):
-            prompt_ids = session.tokenizer.encode(prompt)
-            params = GenerationParams(max_new_tokens=_NEW_TOKENS)
-            expected = _steps(generate(eager_target, eager_drafter, prompt_ids, params, num_speculative_tokens=count))
-            found = _steps(generate(session.target, session.drafter, prompt_ids, params, num_speculative_tokens=count))
-            differing = sum(one != other for one, other in itertools.zip_longest(found, expected))
-            line = VerificationLine(
-                graph="generation",
-                name="tokens, proposed, accepted",
-                case=f"prompt {number}, {_NEW_TOKENS} tokens",
-                max_abs_error=float(differing),
-                mean_abs_error=differing / len(expected),
-                bound=0.0,
-            )
-            yield line, {"tokens": sum(len(step[0]) for step in found), "steps": len(found), "accepted": sum(step[2] for step in found)}
-
-
-def _steps(steps: Iterable[Step]) -> list[tuple[tuple[int, ...], int, int]]:
-    return [(step.token_ids, step.proposed, step.accepted) for step in steps]
+def _damage(bundle: Bundle, report: VerificationReport) -> Iterator[str]:
+    """Where outputs are not finite, the weights that are not."""
+    if all(line.not_finite is None for line in report.lines):
+        return
+    for folder in (TARGET_FOLDER, DRAFTER_FOLDER):
+        for name, tensor in stored_tensors(bundle.path / folder).items():
+            values = read_tensor(tensor)
+            bad = int((~torch.isfinite(values)).sum()) if values.is_floating_point() else 0
+            if bad:
+                first = tuple(torch.nonzero(~torch.isfinite(values))[0].tolist())
+                yield f"{folder}: {name} holds {bad} NaN or infinite weights, the first at {list(first)}"
 
 
 def _token_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
@@ -244,7 +223,3 @@ def _token_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
             f"{TOKENIZER}: expected token ids below the target's {vocab_size}, found {foreign[-1]}. Use the target's own tokenizer."
         )
     return ids
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from domino_deploy.exporters.verify_reference import Reference
 from domino_deploy.model.drafter import DrafterModel
 from domino_deploy.model.layers import cached_mask
-from domino_deploy.model.target import TargetModel
 from domino_deploy.runtime.kv_cache import block_mask, sliding_block_mask
 from domino_deploy.signature import (
     ANCHOR_IDS,
@@ -32,6 +32,7 @@ from domino_deploy.signature import (
     LOGITS,
     POSITION_IDS,
     SLIDING_MASK,
+    UNCERTIFIED,
     WRITE_INDEX,
     key_cache,
     updated,
@@ -56,14 +57,15 @@ _SPARE_SLOTS = 3
 class Case:
     """Inputs of one run of a graph and PyTorch's outputs.
 
-    `margins` [B, N], for the head only: by how much each drafted token's logit beat the next.
+    For the head only: `logits` [B, N, V], by which PyTorch drafts, and, with a draft vocabulary, `token_ids` [V] of the columns.
     """
 
     graph: str
     name: str
     inputs: dict[str, Array]
     expected: dict[str, Array]
-    margins: Array | None = None
+    logits: Array | None = None
+    token_ids: Array | None = None
 
 
 class TokenRows:
@@ -79,43 +81,45 @@ class TokenRows:
 
 
 @torch.inference_mode()
-def target_cases(target: TargetModel, tokens: TokenRows) -> Iterator[Case]:
+def target_cases(reference: Reference, tokens: TokenRows) -> Iterator[Case]:
     """Single rows, small blocks, prompts; empty and filled caches; batch 1 and 3; the last positions of the model."""
-    last = target.config.max_position_embeddings
-    yield _target_case(target, tokens, "1 row", filled=[12], rows=1, wanted=1)
-    yield _target_case(target, tokens, "5 rows", filled=[12], rows=5, wanted=5)
-    yield _target_case(target, tokens, "prompt of 17", filled=[0], rows=17, wanted=1)
-    yield _target_case(target, tokens, "batch of 3, 1 row", filled=[3, 11, 7], rows=1, wanted=1)
-    yield _target_case(target, tokens, "batch of 3, 5 rows", filled=[3, 11, 7], rows=5, wanted=2)
-    yield _target_case(target, tokens, "last positions", filled=[9], rows=6, wanted=6, first_position=max(0, last - 15))
+    last = reference.target.config.max_position_embeddings
+    yield _target_case(reference, tokens, "1 row", filled=[12], rows=1, wanted=1)
+    yield _target_case(reference, tokens, "5 rows", filled=[12], rows=5, wanted=5)
+    yield _target_case(reference, tokens, "prompt of 17", filled=[0], rows=17, wanted=1)
+    yield _target_case(reference, tokens, "batch of 3, 1 row", filled=[3, 11, 7], rows=1, wanted=1)
+    yield _target_case(reference, tokens, "batch of 3, 5 rows", filled=[3, 11, 7], rows=5, wanted=2)
+    yield _target_case(reference, tokens, "last positions", filled=[9], rows=6, wanted=6, first_position=max(0, last - 15))
 
 
 @torch.inference_mode()
-def backbone_cases(drafter: DrafterModel, target: TargetModel, tokens: TokenRows) -> Iterator[Case]:
+def backbone_cases(reference: Reference, tokens: TokenRows) -> Iterator[Case]:
     """One, several and many feature rows; empty and filled caches; batch 1 and 3; the last positions of the model."""
-    last = drafter.config.max_position_embeddings - drafter.config.block_size
-    yield _backbone_case(drafter, target, tokens, "1 feature row", filled=[14], rows=1)
-    yield _backbone_case(drafter, target, tokens, "4 feature rows", filled=[14], rows=4)
-    yield _backbone_case(drafter, target, tokens, "prompt of 29", filled=[0], rows=29)
-    yield _backbone_case(drafter, target, tokens, "batch of 3, 1 feature row", filled=[2, 13, 6], rows=1)
-    yield _backbone_case(drafter, target, tokens, "batch of 3, 4 feature rows", filled=[2, 13, 6], rows=4)
-    yield _backbone_case(drafter, target, tokens, "last positions", filled=[9], rows=3, first_position=max(0, last - 12))
+    config = reference.drafter.config
+    last = config.max_position_embeddings - config.block_size
+    yield _backbone_case(reference, tokens, "1 feature row", filled=[14], rows=1)
+    yield _backbone_case(reference, tokens, "4 feature rows", filled=[14], rows=4)
+    yield _backbone_case(reference, tokens, "prompt of 29", filled=[0], rows=29)
+    yield _backbone_case(reference, tokens, "batch of 3, 1 feature row", filled=[2, 13, 6], rows=1)
+    yield _backbone_case(reference, tokens, "batch of 3, 4 feature rows", filled=[2, 13, 6], rows=4)
+    yield _backbone_case(reference, tokens, "last positions", filled=[9], rows=3, first_position=max(0, last - 12))
 
 
 @torch.inference_mode()
-def head_cases(drafter: DrafterModel, target: TargetModel, tokens: TokenRows) -> Iterator[Case]:
+def head_cases(reference: Reference, tokens: TokenRows) -> Iterator[Case]:
     """All proposals and fewer, down to one; batch 1 and 3."""
-    most = drafter.config.num_proposals
+    most = reference.drafter.config.num_proposals
     for batch, counts in ((1, {most, (most + 1) // 2, 2, 1}), (3, {most, 1})):
-        anchor_B, hidden, base = _backbone_outputs(drafter, target, tokens, batch)
+        anchor_B, hidden, base = _backbone_outputs(reference, tokens, batch)
         for count in sorted((count for count in counts if count <= most), reverse=True):
             name = f"batch of {batch}, {count} of {most} proposals"
-            yield _head_case(drafter, target, anchor_B, hidden[:, :count], base[:, :count], name)
+            yield _head_case(reference, anchor_B, hidden[:, :count], base[:, :count], name)
 
 
 def _target_case(
-    target: TargetModel, tokens: TokenRows, name: str, *, filled: list[int], rows: int, wanted: int, first_position: int = 0
+    reference: Reference, tokens: TokenRows, name: str, *, filled: list[int], rows: int, wanted: int, first_position: int = 0
 ) -> Case:
+    target = reference.target
     batch, longest = len(filled), max(filled)
     ids, write_index = tokens.rows(batch, longest + rows), torch.tensor(filled)
     keys, values = target.empty_caches(batch, longest + rows + _SPARE_SLOTS)
@@ -123,7 +127,7 @@ def _target_case(
         zeros = torch.zeros(batch, dtype=torch.int64)
         context = _target_inputs(ids[:, :longest], zeros, keys[0].shape[2], first_position)
         filled_caches = target(*context, torch.zeros(batch, 1, dtype=torch.int64), keys, values)
-        keys, values = filled_caches.key_caches, filled_caches.value_caches
+        keys, values = ([reference.rounded(cache) for cache in caches] for caches in (filled_caches.key_caches, filled_caches.value_caches))
     inputs = _target_inputs(ids[:, longest:], write_index, keys[0].shape[2], first_position)
     # Rows in another order in each sequence: a graph that took the last rows whatever is asked for would not pass.
     logit_index = (torch.arange(rows)[-wanted:] + torch.arange(batch)[:, None]) % rows
@@ -142,23 +146,23 @@ def _target_inputs(ids: Tensor, write_index: Tensor, capacity: int, first_positi
     return ids, positions, cached_mask(write_index, ids.shape[1], capacity), write_index
 
 
-def _backbone_case(
-    drafter: DrafterModel, target: TargetModel, tokens: TokenRows, name: str, *, filled: list[int], rows: int, first_position: int = 0
-) -> Case:
+def _backbone_case(reference: Reference, tokens: TokenRows, name: str, *, filled: list[int], rows: int, first_position: int = 0) -> Case:
+    drafter = reference.drafter
     batch, longest, block = len(filled), max(filled), drafter.config.block_size
     ids = tokens.rows(batch, longest + rows + 1)
-    _, features = target.hidden_states(ids)
+    features = reference.features(ids)
     keys, values = drafter.empty_caches(batch, longest + rows + block + _SPARE_SLOTS)
     if longest:
         context = _backbone_inputs(drafter, ids[:, longest], features[:, :longest], [0] * batch, keys[0].shape[2], first_position)
-        keys, values = _run_backbone(drafter, target, context, keys, values)[1:]
+        context_caches = _run_backbone(reference, context, keys, values)[1:]
+        keys, values = ([reference.rounded(cache) for cache in caches] for caches in context_caches)
     inputs = _backbone_inputs(drafter, ids[:, -1], features[:, longest:-1], filled, keys[0].shape[2], first_position)
-    hidden, new_keys, new_values = _run_backbone(drafter, target, inputs, keys, values)
+    hidden, new_keys, new_values = _run_backbone(reference, inputs, keys, values)
     return Case(
         graph="backbone",
         name=name,
         inputs=_arrays(inputs | _caches(keys, values)),
-        expected=_arrays({HIDDEN: hidden, BASE_LOGITS: target.lm_head(hidden)} | _updated_caches(new_keys, new_values)),
+        expected=_arrays({HIDDEN: hidden, BASE_LOGITS: reference.base_logits(hidden)} | _updated_caches(new_keys, new_values)),
     )
 
 
@@ -187,37 +191,41 @@ def _backbone_inputs(
 
 
 def _run_backbone(
-    drafter: DrafterModel, target: TargetModel, inputs: dict[str, Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]
+    reference: Reference, inputs: dict[str, Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Hidden states of the proposal rows, and the updated caches."""
-    embedded = target.model.embed_tokens(inputs[BLOCK_IDS])
+    drafter = reference.drafter
+    embedded = reference.target.model.embed_tokens(inputs[BLOCK_IDS])
     mask, sliding_mask = inputs[ATTENTION_MASK], inputs.get(SLIDING_MASK)
     out = drafter.cached(embedded, inputs[FEATURES], inputs[POSITION_IDS], mask, inputs[WRITE_INDEX], keys, values, sliding_mask)
     return drafter.proposal_rows(out.hidden), out.key_caches, out.value_caches
 
 
-def _backbone_outputs(drafter: DrafterModel, target: TargetModel, tokens: TokenRows, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+def _backbone_outputs(reference: Reference, tokens: TokenRows, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """Anchor, hidden states and base logits behind a context of 20 tokens."""
-    ids = tokens.rows(batch, 21)
-    _, features = target.hidden_states(ids[:, :-1])
+    drafter, ids = reference.drafter, tokens.rows(batch, 21)
+    features = reference.features(ids[:, :-1])
     keys, values = drafter.empty_caches(batch, features.shape[1] + drafter.config.block_size)
     inputs = _backbone_inputs(drafter, ids[:, -1], features, [0] * batch, keys[0].shape[2], 0)
-    hidden, _, _ = _run_backbone(drafter, target, inputs, keys, values)
-    return ids[:, -1], hidden, target.lm_head(hidden)
+    hidden = reference.rounded(_run_backbone(reference, inputs, keys, values)[0])
+    return ids[:, -1], hidden, reference.base_logits(hidden)
 
 
-def _head_case(drafter: DrafterModel, target: TargetModel, anchor_B: Tensor, hidden: Tensor, base: Tensor, name: str) -> Case:
-    embed = target.model.embed_tokens
-    drafted = drafter.draft(embed, anchor_B, hidden, base)
-    inputs, logits = {BASE_LOGITS: base}, base
-    if drafter.head is not None:
+def _head_case(reference: Reference, anchor_B: Tensor, hidden: Tensor, base: Tensor, name: str) -> Case:
+    drafted, uncertified = reference.draft(anchor_B, hidden, base)
+    inputs, expected = {BASE_LOGITS: base}, {DRAFT_IDS: drafted}
+    if reference.drafter.head is not None:
         inputs |= {ANCHOR_IDS: anchor_B, HIDDEN: hidden}
-        consumed = torch.cat([anchor_B[:, None], drafted[:, :-1]], dim=1)
-        corrected = base + drafter.head.teacher_forced(embed(consumed), hidden) @ drafter.head.codebook_VR.T
-        is_plain = torch.arange(base.shape[1]) < drafter.config.pure_draft_prefix_len
-        logits = torch.where(is_plain[:, None], base, corrected)
-    best, second = logits.topk(2, dim=-1).values.unbind(-1)
-    return Case(graph="head", name=name, inputs=_arrays(inputs), expected=_arrays({DRAFT_IDS: drafted}), margins=(best - second).numpy())
+        expected |= {} if reference.pool is None else {UNCERTIFIED: uncertified}
+    vocab = reference.vocab
+    return Case(
+        graph="head",
+        name=name,
+        inputs=_arrays(inputs),
+        expected=_arrays(expected),
+        logits=reference.draft_logits(anchor_B, hidden, base, drafted).numpy(),
+        token_ids=None if vocab is None else vocab.token_ids.numpy(),
+    )
 
 
 def _caches(keys: Sequence[Tensor], values: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -17,10 +17,11 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from domino_deploy.bundle import GRAPHS
+from domino_deploy.bundle import GRAPHS, Bundle, open_bundle
 from domino_deploy.checkpoint import open_drafter, open_target
 from domino_deploy.errors import BundleError, VerificationError
 from domino_deploy.exporters.verify import VerificationReport, compare, verify_bundle
+from domino_deploy.model.loading import load_drafter, load_target
 from domino_deploy.safetensors_header import read_header
 
 Fault = Callable[[onnx.GraphProto], None]
@@ -33,7 +34,14 @@ def copy(tiny_bundle: Path, tmp_path: Path) -> Path:
 
 def compared(copy: Path, tiny_bundle: Path) -> VerificationReport:
     """The copy's graphs against the checkpoints that lie beside the bundle it is a copy of."""
-    return compare(copy, open_target(tiny_bundle.parent / "target"), open_drafter(tiny_bundle.parent / "drafter"))
+    drafter = load_drafter(open_drafter(tiny_bundle.parent / "drafter"))
+    target = load_target(open_target(tiny_bundle.parent / "target"), tapped_layers=drafter.config.target_layer_ids)
+    return compare(unchecked(copy, tiny_bundle), (target, drafter))
+
+
+def unchecked(copy: Path, tiny_bundle: Path) -> Bundle:
+    """The copy as a bundle whose files nobody has looked at."""
+    return dataclasses.replace(open_bundle(tiny_bundle), path=copy)
 
 
 def patch(file: Path, fault: Fault) -> None:
@@ -215,18 +223,47 @@ def test_one_wrong_weight_is_found(owner: str, tensor: str, copy: Path, tiny_bun
         verify_bundle(copy)
 
 
-def test_a_nan_is_found_and_the_report_stays_json(copy: Path, tiny_bundle: Path) -> None:
+def test_a_wrong_weight_is_traced_to_its_layer(copy: Path, tiny_bundle: Path) -> None:
+    file = copy / "target" / "model.safetensors"
+    entry = read_header(file)["model.layers.2.self_attn.v_proj.weight"]
+    content = bytearray(file.read_bytes())
+    content[entry.offset + 3] ^= 0x40
+    file.write_bytes(content)
+    report = compared(copy, tiny_bundle)
+    values = [line for line in report.lines if line.name == "updated_value_cache" and line.graph == "target"]
+    assert {line.first_layer for line in values} == {2}
+    assert "target: updated_value_cache (1 row): error" in report.failure()
+    assert "from layer 2 on" in report.failure()
+
+
+def with_nan(copy: Path) -> None:
     file = copy / "target" / "model.safetensors"
     entry = read_header(file)["model.layers.3.mlp.down_proj.weight"]
     content = bytearray(file.read_bytes())
-    content[entry.offset : entry.offset + 4] = np.float32(math.nan).tobytes()
+    content[entry.offset + 8 : entry.offset + 12] = np.float32(math.nan).tobytes()
     file.write_bytes(content)
+
+
+def test_a_nan_is_found_and_the_report_stays_json(copy: Path, tiny_bundle: Path) -> None:
+    with_nan(copy)
     report = compared(copy, tiny_bundle)
     failed = [line for line in report.lines if line.graph == "target" and line.name == "logits"]
     assert failed
     assert all(line.max_abs_error == math.inf for line in failed)
+    assert all(line.not_finite is not None and line.not_finite.nan == line.not_finite.size for line in failed)
+    assert all(line.not_finite is not None and not line.not_finite.in_pytorch for line in failed)
+    assert "target: model.layers.3.mlp.down_proj.weight holds 1 NaN or infinite weights, the first at [0, 2]" in report.failure()
     text = json.dumps(report.to_dict(), allow_nan=False)
     assert '"max_abs_error": null' in text
+
+
+def test_a_nan_that_pytorch_computes_as_well_is_no_agreement(copy: Path) -> None:
+    with_nan(copy)
+    report = compare(open_bundle(copy))  # sizes are the same
+    failed = [line for line in report.lines if line.graph == "target" and line.name == "logits"]
+    assert failed
+    assert all(line.not_finite is not None and line.not_finite.in_pytorch for line in failed)
+    assert "NaN and 0 infinite of 300 values, the first at [0, 0, 0], in PyTorch too" in report.failure()
 
 
 def test_speculative_generation_is_compared_as_well(copy: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +282,7 @@ def test_speculative_generation_is_compared_as_well(copy: Path, tiny_bundle: Pat
     assert {line.graph for line in failed} == {"generation"}
     assert len(failed) == 3
     assert len(report.generated) == 3
+    assert all(generation.difference is None for generation in report.generated), "speculation is lossless for any proposals"
 
 
 @pytest.mark.parametrize("fixture", ["tiny_bundle", "tiny_dflash_bundle"])
@@ -257,8 +295,11 @@ def test_a_good_bundle_passes_with_room_to_spare(fixture: str, request: pytest.F
     values = [line for line in report.lines if line.graph in ("target", "backbone") and "top-1" not in line.name]
     assert all(line.max_abs_error < 0.3 * line.bound for line in values), "the bounds are no longer ten times what is measured"
     assert all(line.max_abs_error == 0 for line in report.lines if line not in values)
+    assert all(line.cosine is not None and line.cosine > 0.999999 for line in values)
     assert any(line.max_abs_error > 0 for line in values), "two implementations never agree to the last bit"
-    assert all(facts["tokens"] == 32 for facts in report.generated)
+    assert all(generation.tokens == 32 for generation in report.generated)
+    assert all(generation.accepted == generation.expected_accepted for generation in report.generated)
+    assert all(sum(generation.accepted) + len(generation.accepted) + 1 == 32 for generation in report.generated)
     assert len(steps) == 6
 
 
