@@ -101,3 +101,113 @@ def test_an_onnx_file_that_is_none_is_refused(content: bytes, tmp_path: Path) ->
     done = CliRunner().invoke(main, ["inspect", str(tmp_path / "torn.onnx")])
     assert (done.exit_code, done.stdout) == (4, "")
     assert "torn.onnx: expected an ONNX graph" in done.stderr
+
+
+class TestParts:
+    def test_a_bundles_parts_are_all_its_weights(self, tiny_bundle: Path) -> None:
+        facts = facts_of(tiny_bundle)
+        written = sum(
+            tensor["data_offsets"][1] - tensor["data_offsets"][0]
+            for file in tiny_bundle.rglob("*.safetensors")
+            for name, tensor in header(file).items()
+            if name != "__metadata__"
+        )
+        assert sum(facts["parts"].values()) == written
+        assert list(facts["parts"]) == ["embedding and LM head", "target layers", "drafter backbone", "head", "head codebook"]
+        assert facts["parts"]["embedding and LM head"] == 300 * 32 * 4
+
+    def test_hard_links_are_those_of_the_files(self, tiny_bundle: Path) -> None:
+        facts = facts_of(tiny_bundle)
+        assert facts["hard_links"] == [name for name in facts["files"] if (tiny_bundle / name).stat().st_nlink > 1]
+        lines = CliRunner().invoke(main, ["inspect", str(tiny_bundle)]).stdout.splitlines()
+        shown = [line.split("\t")[0] for line in lines if line.endswith("\thard link")]
+        assert shown == facts["hard_links"]
+        assert any(line.startswith("precision: ") for line in lines)
+        assert any(line.startswith("form: ") for line in lines)
+
+    def test_a_checkpoints_parts_are_all_its_bytes(self, tmp_path: Path) -> None:
+        target = write_target(tmp_path / "target", tied=False)
+        facts, drafter = facts_of(target), facts_of(write_drafter(tmp_path / "drafter", target))
+        assert sum(facts["parts"].values()) == facts["bytes"]
+        assert list(facts["parts"]) == ["embedding", "LM head", "target layers"]
+        assert sum(drafter["parts"].values()) == drafter["bytes"]
+        assert drafter["parts"]["head codebook"] == 4 * 300 * 8
+
+
+class TestMemoryPlan:
+    def plan(self, *arguments: str | Path) -> dict:
+        done = CliRunner().invoke(main, ["inspect", *map(str, arguments), "--json"])
+        assert done.exit_code == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def test_of_a_bundle_it_has_the_files_own_sizes(self, tiny_bundle: Path) -> None:
+        facts = self.plan(tiny_bundle, "--batch", "3", "--context", "100")
+        memory = facts["memory"]
+        assert memory["weights"] == facts["parts"]
+        assert (memory["batch"], memory["context"], memory["precision"]) == (3, 100, "float32")
+        assert memory["target_cache"] == 3 * 100 * 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, bytes
+        parts = ("total_weights", "target_cache", "drafter_cache", "working", "logits")
+        assert memory["total"] == sum(memory[part] for part in parts)
+        assert "weights" not in facts
+
+    def test_of_two_checkpoints_it_has_every_precision_and_the_pairing(self, tmp_path: Path) -> None:
+        target = write_target(tmp_path / "target", family="qwen3", tied=False, dtype="bfloat16")
+        drafter = write_drafter(tmp_path / "drafter", target, dtype="bfloat16", intermediate_size=64)
+        facts = self.plan(drafter, "--target", target, "--dtype", "int8", "--context", "64")
+        assert facts["pairing"]["target_layer_ids"] == facts["config"]["target_layer_ids"]
+        assert list(facts["weights"]) == ["float32", "float16", "bfloat16", "int8", "int4"]
+        assert facts["memory"]["weights"] == facts["weights"]["int8"]
+        assert sum(facts["weights"]["float32"].values()) == 2 * sum(facts["weights"]["bfloat16"].values())
+        other = self.plan(target, "--draft", drafter, "--dtype", "int8", "--context", "64")
+        assert (other["memory"], other["pairing"]) == (facts["memory"], facts["pairing"])
+
+    def test_the_cache_has_the_precisions_activations(self, tmp_path: Path) -> None:
+        target = write_target(tmp_path / "target")
+        whole, half, quantised = (
+            self.plan(target, "--dtype", dtype)["memory"]["target_cache_per_token"] for dtype in ("float32", "float16", "int4")
+        )
+        assert whole == quantised == 2 * half
+
+    def test_a_precision_whose_blocks_do_not_fit_is_left_open(self, tmp_path: Path) -> None:
+        target = write_target(tmp_path / "target", intermediate_size=48)
+        assert self.plan(target, "--context", "10")["weights"]["int4"] is None
+        done = CliRunner().invoke(main, ["inspect", str(target), "--context", "10"])
+        assert "target layers" in done.stdout
+        assert done.stdout.splitlines()[-1].strip() == "and what the libraries and the engine keep for themselves"
+        done = CliRunner().invoke(main, ["inspect", str(target), "--dtype", "int4"])
+        assert (done.exit_code, "48 inputs" in done.stderr) == (2, True)
+
+    def test_what_fits_into_given_memory(self, tiny_bundle: Path) -> None:
+        done = CliRunner().invoke(main, ["inspect", str(tiny_bundle), "--memory", "0.01", "--context", "16"])
+        fits = self.plan(tiny_bundle, "--memory", "0.01", "--context", "16")["memory"]["fits"]
+        assert fits["memory"] == 10_000_000
+        assert fits["largest_batch"] > 1
+        batch, context = fits["largest_batch"], fits["largest_context"]
+        text = f"in 10.0 MB: at most {batch} sequence(s) of 16 tokens, or 1 sequence(s) of at most {context} tokens"
+        assert done.stdout.splitlines()[-1] == text
+
+    @pytest.mark.parametrize(
+        ("arguments", "fragment"),
+        [
+            (("BUNDLE", "--dtype", "int4"), "Expected --dtype with a checkpoint only"),
+            (("BUNDLE", "--target", "x"), "Expected --target with a checkpoint only"),
+            (("BUNDLE", "--context", "99999"), "context must be at most"),
+            (("BUNDLE/target.onnx", "--batch", "2"), "Expected a bundle or a checkpoint"),
+            (("DRAFTER", "--batch", "2"), "expected the drafter's target"),
+            (("DRAFTER", "--draft", "x"), "expected --target with a drafter"),
+            (("TARGET", "--target", "x"), "expected --draft with a target"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    )
+    def test_flags_that_do_not_fit_are_wrong_usage(self, arguments: tuple[str, ...], fragment: str, tiny_bundle: Path) -> None:
+        places = {"BUNDLE": tiny_bundle, "DRAFTER": tiny_bundle.parent / "drafter", "TARGET": tiny_bundle.parent / "target"}
+        first, *rest = arguments
+        name, _, file = first.partition("/")
+        done = CliRunner().invoke(main, ["inspect", str(places[name] / file), *rest])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert fragment in done.stderr
+
+
+def header(file: Path) -> dict:
+    with file.open("rb") as content:
+        return json.loads(content.read(int.from_bytes(content.read(8), "little")))

@@ -1,129 +1,62 @@
-"""`domino-deploy inspect`: what a bundle, a checkpoint or an ONNX file holds."""
+"""`domino-deploy inspect`: what a bundle, a checkpoint or an ONNX file holds, and the memory that serving it takes."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from domino_deploy.bundle import MANIFEST, open_bundle
-from domino_deploy.checkpoint import CONFIG, open_drafter, open_target
-from domino_deploy.checkpoint_config import is_drafter
 from domino_deploy.cli.console import as_bytes, echo_json, echo_table
-from domino_deploy.cli.extras import needs
-from domino_deploy.errors import BundleError, MissingDependencyError
-from domino_deploy.strict_json import read_object
+from domino_deploy.cli.inspect_facts import Facts, describe
+from domino_deploy.precision import Dtype
 
-if TYPE_CHECKING:
-    import onnx
-
-Facts = dict[str, Any]
-_TABLES = ("graphs", "tensors", "files")
+_TABLES = ("graphs", "tensors", "files", "parts", "hard_links", "weights", "memory")
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
+@click.option("--target", metavar="TARGET", help="For a drafter checkpoint: its target; tells whether they belong together.")
+@click.option("--draft", metavar="DRAFTER", help="For a target checkpoint: a drafter; likewise.")
+@click.option("--batch", type=click.IntRange(1, 10**6), metavar="N", help="Memory plan: sequences at once.  [default: 1]")
+@click.option(
+    "--context",
+    type=click.IntRange(1, 10**9),
+    metavar="N",
+    help="Memory plan: tokens of each, prompt and answer.  [default: what a session allows]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice([str(dtype) for dtype in Dtype]),
+    help="Memory plan: what a checkpoint would be exported with.  [default: float32]",
+)
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=0, min_open=True, max=1e9),
+    metavar="GB",
+    help="Memory plan: also the largest batch and the longest context that fit.",
+)
 @click.option("--json", is_flag=True, help="Everything as one JSON object.")
-def inspect(*, path: Path, json: bool) -> None:
+def inspect(*, path: Path, json: bool, **plan: Any) -> None:
     """Show what a bundle, a checkpoint or an ONNX file holds.
 
-    Graph inputs and outputs, operator counts, sizes, pairing facts and verification figures. Nothing is run, no weight is read.
+    Graph inputs and outputs, operator counts, sizes, pairing facts and verification figures; with any of the other options, a
+    memory plan too. Nothing is run, no weight is read.
     """
     facts = describe(path)
+    if any(value is not None for value in plan.values()):
+        if facts["kind"] == "onnx":
+            raise click.UsageError("Expected a bundle or a checkpoint for a memory plan, found an ONNX file. Name the folder.")
+        from domino_deploy.cli.inspect_memory import memory_facts
+
+        facts |= memory_facts(path, **plan)
     if json:
         echo_json(facts)
     else:
         _show(facts)
-
-
-def describe(path: Path) -> Facts:
-    """Facts about `path`, ready for JSON; `kind` says what it is.
-
-    Raises:
-        BundleError: neither of the three, or a bundle that is incomplete.
-        CheckpointError: a checkpoint that cannot be used.
-        MissingDependencyError: an ONNX file is inspected without the package onnx.
-    """
-    if path.is_file() and path.suffix == ".onnx":
-        return {"kind": "onnx", "path": str(path), "bytes": path.stat().st_size, "graphs": {path.stem: _graph(path)}}
-    if (path / MANIFEST).is_file():
-        return _bundle(path)
-    if (path / CONFIG).is_file():
-        return _checkpoint(path)
-    found = "a folder with neither" if path.is_dir() else f"a file {path.name}" if path.exists() else "nothing there"
-    raise BundleError(
-        f"{path}: expected a bundle (a folder with {MANIFEST}), a checkpoint (a folder with {CONFIG}) or an .onnx file, "
-        f"found {found}. Check the path."
-    )
-
-
-def _bundle(path: Path) -> Facts:
-    bundle = open_bundle(path)
-    facts: Facts = {"kind": "bundle", "path": str(path), **bundle.manifest.to_dict()}
-    for graph in facts["graphs"].values():
-        try:
-            graph.update(_graph(path / graph["file"]))
-        except MissingDependencyError:
-            graph["operators"] = None  # a serving machine has no onnx; inputs and outputs are in the manifest as well
-    return facts
-
-
-def _checkpoint(path: Path) -> Facts:
-    is_draft = is_drafter(read_object(path / CONFIG))
-    checkpoint = open_drafter(path) if is_draft else open_target(path)
-    tensors = {name: {"dtype": entry.dtype, "shape": list(entry.shape)} for name, entry in checkpoint.tensors.items()}
-    return {
-        "kind": "drafter checkpoint" if is_draft else "target checkpoint",
-        "path": str(path),
-        "config": dataclasses.asdict(checkpoint.config),
-        "parameters": sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
-        "bytes": sum(entry.nbytes for entry in checkpoint.tensors.values()),
-        "dtypes": dict(Counter(entry.dtype for entry in checkpoint.tensors.values())),
-        "tensors": tensors,
-    }
-
-
-def _graph(path: Path) -> Facts:
-    with needs("export"):
-        import onnx
-
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except Exception as error:  # protobuf's errors have no common base but this
-        raise BundleError(f"{path}: expected an ONNX graph, found: {error}. Export the bundle again.") from error
-    if not model.HasField("graph"):  # an empty file parses, too
-        raise BundleError(f"{path}: expected an ONNX graph, found none in the file. Export the bundle again.")
-    return {
-        "opset": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
-        "inputs": [_tensor(value) for value in model.graph.input],
-        "outputs": [_tensor(value) for value in model.graph.output],
-        "operators": dict(Counter(_operators(model.graph.node)).most_common()),
-        "functions": [f"{function.domain}::{function.name}" for function in model.functions],
-    }
-
-
-def _operators(nodes: Iterable[onnx.NodeProto]) -> Iterable[str]:
-    for node in nodes:
-        yield f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-        for attribute in node.attribute:
-            yield from _operators(attribute.g.node)
-
-
-def _tensor(value: onnx.ValueInfoProto) -> Facts:
-    import onnx
-
-    tensor = value.type.tensor_type
-    return {
-        "name": value.name,
-        "dtype": onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name,
-        "shape": [dim.dim_param or dim.dim_value for dim in tensor.shape.dim],
-    }
 
 
 def _show(facts: Facts) -> None:
@@ -142,7 +75,16 @@ def _show(facts: Facts) -> None:
         echo_table(("", "name", "dtype", "shape"), rows)
     if "files" in facts:
         click.echo()
-        echo_table(("file", "size"), [(name, as_bytes(file["bytes"])) for name, file in facts["files"].items()])
+        links = facts["hard_links"]
+        files = [(name, as_bytes(file["bytes"]), "hard link" if name in links else "") for name, file in facts["files"].items()]
+        echo_table(("file", "size", ""), files)
+    if "parts" in facts:
+        click.echo()
+        echo_table(("part", "size"), [(part, as_bytes(size)) for part, size in facts["parts"].items()])
+    if "memory" in facts:
+        from domino_deploy.cli.inspect_memory import show_memory
+
+        show_memory(facts)
 
 
 def _verdict(report: Facts | None) -> str:
