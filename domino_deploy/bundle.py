@@ -2,10 +2,11 @@
 
     BUNDLE/
       manifest.json           what it is, where it came from, sizes and hashes of all other files
-      target.onnx  backbone.onnx  head.onnx     graphs; their weights are ranges of the two files below
-      target/{config.json, model.safetensors}   a checkpoint in its own right; holds embedding and LM head of the pair
-      drafter/{config.json, model.safetensors}  likewise
+      target.onnx  backbone.onnx  head.onnx     graphs; their weights are ranges of the files below
+      target/{config.json, *.safetensors}       a checkpoint in its own right unless quantised; holds embedding and LM head of the pair
+      drafter/{config.json, *.safetensors}      likewise; draft_vocab.safetensors if the drafter has a vocabulary of its own
       tokenizer.json  chat_template.jinja
+      verification.html       the export's comparison with PyTorch, to read
 
 No torch, onnx or safetensors here: serving opens bundles too.
 """
@@ -16,23 +17,27 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from domino_deploy import checkpoint, checkpoint_text
-from domino_deploy.aside import written_aside
+from domino_deploy.aside import mend, written_aside
 from domino_deploy.config import DrafterConfig, TargetConfig
 from domino_deploy.config_json import from_json, to_json
 from domino_deploy.errors import BundleError, ExportError, listed
-from domino_deploy.signature import TensorSpec
+from domino_deploy.precision import Precision
+from domino_deploy.signature import GraphForm, TensorSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 MANIFEST = "manifest.json"
 TARGET_GRAPH, BACKBONE_GRAPH, HEAD_GRAPH = "target.onnx", "backbone.onnx", "head.onnx"
 TARGET_FOLDER, DRAFTER_FOLDER = "target", "drafter"
 CONFIG, WEIGHTS = checkpoint.CONFIG, checkpoint.WEIGHTS
+DRAFT_VOCAB = "draft_vocab.safetensors"
+REPORT = "verification.html"
 TOKENIZER, CHAT_TEMPLATE = checkpoint_text.TOKENIZER, checkpoint_text.CHAT_TEMPLATE
 
 REQUIRED_FILES = (
@@ -40,12 +45,13 @@ REQUIRED_FILES = (
     BACKBONE_GRAPH,
     HEAD_GRAPH,
     TOKENIZER,
-    *(f"{folder}/{name}" for folder in (TARGET_FOLDER, DRAFTER_FOLDER) for name in (CONFIG, WEIGHTS)),
+    *(f"{folder}/{CONFIG}" for folder in (TARGET_FOLDER, DRAFTER_FOLDER)),
 )
 GRAPHS = {"target": TARGET_GRAPH, "backbone": BACKBONE_GRAPH, "head": HEAD_GRAPH}
 
 # A manifest of a 100-layer pair has some 100 kB.
 _MAX_MANIFEST_BYTES = 8 * 2**20
+_HASHING_THREADS = 4
 _EXPORT_AGAIN = "Export the bundle again."
 
 
@@ -79,6 +85,8 @@ class FileEntry:
 class Manifest:
     """manifest.json.
 
+    precision: how weights are stored; form: what the graphs' inputs and outputs are like; certified_pool: whether the head falls back
+    to the full vocabulary where the candidate pool's answer is not certain;
     num_speculative_tokens: what a request that does not say gets, 1 up to the drafter's proposals; special_tokens: the
     chat template's; verification: None when the export was not verified.
     """
@@ -86,7 +94,9 @@ class Manifest:
     format_version: int
     created_by: str
     libraries: Mapping[str, str]
-    dtype: str
+    precision: Precision
+    form: GraphForm
+    certified_pool: bool
     sources: Mapping[str, SourceEntry]
     target: TargetConfig
     drafter: DrafterConfig
@@ -117,6 +127,14 @@ class Bundle:
     def drafter(self) -> DrafterConfig:
         return self.manifest.drafter
 
+    @property
+    def form(self) -> GraphForm:
+        return self.manifest.form
+
+    @property
+    def precision(self) -> Precision:
+        return self.manifest.precision
+
 
 def open_bundle(path: str | Path, *, check_hashes: bool = False) -> Bundle:
     """Read a bundle's manifest and check that its files are there, complete and inside the folder.
@@ -131,11 +149,16 @@ def open_bundle(path: str | Path, *, check_hashes: bool = False) -> Bundle:
     path = Path(path)
     manifest = _read_manifest(path)
     problems = [f"{name}: not listed in {MANIFEST}" for name in REQUIRED_FILES if name not in manifest.files]
+    problems += [
+        f"{folder}/*.safetensors: none listed in {MANIFEST}"
+        for folder in (TARGET_FOLDER, DRAFTER_FOLDER)
+        if not any(name.startswith(f"{folder}/") and name.endswith(".safetensors") for name in manifest.files)
+    ]
     files = {name: graph.file for name, graph in manifest.graphs.items()}
     problems += [f"graphs.{name}: expected {file}, found {files.get(name)}" for name, file in GRAPHS.items() if files.get(name) != file]
     problems += [f"graphs.{name}: unknown graph" for name in files if name not in GRAPHS]
-    if manifest.dtype != "float32":
-        problems.append(f"dtype: expected float32, found {manifest.dtype!r:.40}")
+    if manifest.form.dtype != manifest.precision.activations:
+        problems.append(f"form.dtype: expected {manifest.precision.activations}, the precision's, found {manifest.form.dtype!r:.40}")
     count, most = manifest.num_speculative_tokens, manifest.drafter.num_proposals
     if not 1 <= count <= most:
         problems.append(f"num_speculative_tokens: expected 1 to {most}, the drafter's proposals, found {count}")
@@ -161,6 +184,8 @@ def create_bundle(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
         ExportError: writing failed half way, or another export was faster.
     """
     path = Path(path).absolute()
+    with _writing(path):
+        mend(path)  # a bundle that a killed export had moved away exists
     _refuse_existing(path, overwrite)
     with _writing(path), ExitStack() as stack:
         try:
@@ -193,7 +218,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def file_entries(folder: Path) -> dict[str, FileEntry]:
     """Size and hash of every file below `folder` but the manifest, by its relative name."""
     files = sorted(item for item in folder.rglob("*") if item.is_file() and item != folder / MANIFEST)
-    return {item.relative_to(folder).as_posix(): FileEntry(bytes=item.stat().st_size, sha256=_sha256(item)) for item in files}
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:  # hashlib lets go of the interpreter lock
+        entries = list(threads.map(file_entry, files))
+    return {item.relative_to(folder).as_posix(): entry for item, entry in zip(files, entries, strict=True)}
+
+
+def file_entry(file: Path) -> FileEntry:
+    """Size and hash of one file."""
+    return FileEntry(bytes=file.stat().st_size, sha256=_sha256(file))
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from domino_deploy.errors import BundleError, CheckpointError, listed
+from domino_deploy.errors import BundleError, CheckpointError, RequestError, listed
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def from_json(kind: type[T], value: Any, where: str) -> T:
     problems: list[str] = []
     try:
         result = _read(kind, value, "", problems)
-    except CheckpointError as error:  # a config that refuses its values
+    except (CheckpointError, RequestError) as error:  # a config or a precision that refuses its values
         raise BundleError(f"{where}: {error} {_EXPORT_AGAIN}") from error
     if problems:
         raise BundleError(listed(f"{where}: {len(problems)} problem(s)", problems, _EXPORT_AGAIN))

@@ -29,6 +29,7 @@ HIDDEN = "hidden"
 BASE_LOGITS = "base_logits"
 ANCHOR_IDS = "anchor_ids"
 DRAFT_IDS = "draft_ids"
+UNCERTIFIED = "uncertified"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,23 @@ class GraphSignature:
     outputs: tuple[TensorSpec, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GraphForm:
+    """What an export may choose about inputs and outputs.
+
+    dtype: of caches, features and hidden states: "float32", "float16" or "bfloat16"; logits are float32 in any case.
+    draft_vocab_size: rows of the drafter's own LM head, a selection of the target's; None for all of them.
+    candidate_pool: tokens per position that the correction looks at; 0 for the full vocabulary.
+    """
+
+    dtype: str = "float32"
+    draft_vocab_size: int | None = None
+    candidate_pool: int = 0
+
+
+DEFAULT_FORM = GraphForm()
+
+
 def key_cache(layer: int) -> str:
     return f"key_cache.{layer}"
 
@@ -62,8 +80,9 @@ def updated(cache: str) -> str:
     return f"updated_{cache}"
 
 
-def target_signature(config: TargetConfig, feature_size: int, dtype: str = "float32") -> GraphSignature:
+def target_signature(config: TargetConfig, feature_size: int, form: GraphForm = DEFAULT_FORM) -> GraphSignature:
     """The target graph: new rows against the cache, logits of chosen rows, tapped features of all new rows."""
+    dtype = form.dtype
     caches = _caches(config.num_layers, ("batch", config.num_kv_heads, "capacity", config.head_dim), dtype)
     inputs = [
         _spec(INPUT_IDS, "int64", ("batch", "rows"), "new tokens"),
@@ -79,8 +98,9 @@ def target_signature(config: TargetConfig, feature_size: int, dtype: str = "floa
     return GraphSignature(inputs=(*inputs, *caches), outputs=(*outputs, *_updated(caches)))
 
 
-def backbone_signature(config: DrafterConfig, dtype: str = "float32") -> GraphSignature:
+def backbone_signature(config: DrafterConfig, form: GraphForm = DEFAULT_FORM) -> GraphSignature:
     """The draft backbone: a block against the drafter's cache, to which the newly accepted features are appended."""
+    dtype, vocab_size = form.dtype, form.draft_vocab_size or config.vocab_size
     caches = _caches(config.num_layers, ("batch", config.num_kv_heads, "draft_capacity", config.head_dim), dtype)
     mask_shape = ("batch", 1, config.block_size, "draft_capacity")
     inputs = [
@@ -94,21 +114,25 @@ def backbone_signature(config: DrafterConfig, dtype: str = "float32") -> GraphSi
     inputs.append(_spec(WRITE_INDEX, "int64", ("batch",), "cache slot of the first feature row; the block follows the features"))
     outputs = [
         _spec(HIDDEN, dtype, ("batch", config.num_proposals, config.hidden_size), "row j predicts offset j + 1 from the anchor"),
-        _spec(BASE_LOGITS, "float32", ("batch", config.num_proposals, config.vocab_size), "the target's LM head on those rows"),
+        _spec(BASE_LOGITS, "float32", ("batch", config.num_proposals, vocab_size), "the target's LM head on those rows"),
     ]
     return GraphSignature(inputs=(*inputs, *caches), outputs=(*outputs, *_updated(caches)))
 
 
-def head_signature(config: DrafterConfig, dtype: str = "float32") -> GraphSignature:
+def head_signature(config: DrafterConfig, form: GraphForm = DEFAULT_FORM) -> GraphSignature:
     """The head: greedy rollout over the first `proposals` rows (all or fewer); a DFlash drafter's head is argmax alone."""
-    inputs = [_spec(BASE_LOGITS, "float32", ("batch", "proposals", config.vocab_size), "from the backbone")]
+    vocab_size = form.draft_vocab_size or config.vocab_size
+    inputs = [_spec(BASE_LOGITS, "float32", ("batch", "proposals", vocab_size), "from the backbone")]
+    outputs = [_spec(DRAFT_IDS, "int64", ("batch", "proposals"), "drafted tokens")]
     if config.kind is DrafterKind.DOMINO:
         inputs = [
             _spec(ANCHOR_IDS, "int64", ("batch",), "last committed token"),
-            _spec(HIDDEN, dtype, ("batch", "proposals", config.hidden_size), "from the backbone"),
+            _spec(HIDDEN, form.dtype, ("batch", "proposals", config.hidden_size), "from the backbone"),
             *inputs,
         ]
-    return GraphSignature(inputs=tuple(inputs), outputs=(_spec(DRAFT_IDS, "int64", ("batch", "proposals"), "drafted tokens"),))
+        if form.candidate_pool:
+            outputs.append(_spec(UNCERTIFIED, "int64", ("batch",), "proposals for which a token outside the pool could have won"))
+    return GraphSignature(inputs=tuple(inputs), outputs=tuple(outputs))
 
 
 def _spec(name: str, dtype: str, shape: tuple[Dim, ...], meaning: str) -> TensorSpec:

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,30 +20,75 @@ from domino_deploy.bundle import Bundle, GraphEntry, Manifest, SourceEntry, crea
 from domino_deploy.checkpoint import GENERATION_CONFIG, Checkpoint, open_drafter, open_target
 from domino_deploy.checkpoint_text import chat_template, special_tokens, tokenizer_file
 from domino_deploy.config import DrafterConfig, TargetConfig
+from domino_deploy.config_json import to_json
 from domino_deploy.errors import ExportError, RequestError, VerificationError
 from domino_deploy.exporters import verify as verification
+from domino_deploy.exporters.draft_vocab import write_draft_vocab
 from domino_deploy.exporters.onnx_from_backbone import onnx_from_backbone
 from domino_deploy.exporters.onnx_from_head import onnx_from_head
 from domino_deploy.exporters.onnx_from_target import onnx_from_target
+from domino_deploy.exporters.passes import check_signature
+from domino_deploy.exporters.placement import Placement
+from domino_deploy.exporters.precision import apply_precision, apply_precision_to_head
+from domino_deploy.exporters.stored import Stored, floating_tensors
 from domino_deploy.exporters.translations import OPSET
+from domino_deploy.exporters.verify_report import write_report
+from domino_deploy.exporters.verify_tolerances import Tolerances
 from domino_deploy.exporters.weights import bind_weights, check_all_used, write_weights
+from domino_deploy.model.drafter import DrafterModel
+from domino_deploy.model.loading import load_drafter, load_target
+from domino_deploy.model.target import TargetModel
 from domino_deploy.pairing import check_pairing
-from domino_deploy.signature import GraphSignature, backbone_signature, head_signature, target_signature
+from domino_deploy.precision import Precision
+from domino_deploy.signature import GraphForm, backbone_signature, head_signature, target_signature
 
 Progress = Callable[[str], None]
 
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The two models' shapes."""
+
+    target: TargetConfig
+    drafter: DrafterConfig
+
+
 _LIBRARIES = ("onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What an export may choose.
+
+    Args:
+        precision: how weights are stored and graphs compute.
+        placement: how weight files that stay as they are come into the bundle.
+        num_speculative_tokens: how many tokens sessions draft and verify per cycle unless a request says otherwise; None for
+            all that the drafter proposes.
+        candidate_pool: tokens per position that the correction looks at, those with the highest base logits; 0 for all.
+        certified_pool: fall back to the full vocabulary wherever the pool's choice is not certain.
+        draft_vocab: token ids that the drafter may propose, rising (draft_vocab.py); None for all.
+    """
+
+    precision: Precision = field(default_factory=Precision)
+    placement: Placement = Placement.LINK
+    num_speculative_tokens: int | None = None
+    candidate_pool: int = 0
+    certified_pool: bool = False
+    draft_vocab: tuple[int, ...] | None = None
 
 
 def export_bundle(
     drafter: str | Path,
     target: str | Path,
     output: str | Path,
+    options: ExportOptions | None = None,
     *,
     drafter_revision: str | None = None,
     target_revision: str | None = None,
-    num_speculative_tokens: int | None = None,
     verify: bool = True,
+    tolerances: Tolerances | None = None,
+    num_layers: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda step: None,
 ) -> Bundle:
@@ -52,56 +98,72 @@ def export_bundle(
         drafter: folder or hub id of a Domino or DFlash drafter.
         target: folder or hub id of its target.
         output: the bundle's folder; must not exist unless `overwrite`.
+        options: precision and form of the bundle.
         drafter_revision: for hub ids.
         target_revision: for hub ids.
-        num_speculative_tokens: how many tokens sessions draft and verify per cycle unless a request says otherwise; None for
-            all that the drafter proposes.
-        verify: compare the graphs with PyTorch on the checkpoints' own weights; the manifest records the figures.
+        verify: compare the graphs with PyTorch: on the checkpoints' weights, or, where they are quantised, on what the bundle's
+            integers stand for; the manifest records the figures.
+        tolerances: other bounds than the table's.
+        num_layers: compare the target's first layers only.
         overwrite: replace the bundle at `output`, once the new one is complete.
         progress: told what is being done, one line per step.
 
     Raises:
         CheckpointError, PairingError: the checkpoints cannot be used, or not together.
-        RequestError: `num_speculative_tokens` is more than the drafter proposes, or less than 1.
+        RequestError: options that do not fit the pair.
         BundleError: `output` exists or cannot be written to.
         ExportError: a graph could not be made.
         VerificationError: a graph does not reproduce PyTorch's numbers.
     """
+    options = options or ExportOptions()
     with create_bundle(output, overwrite=overwrite) as folder:
         progress("Opening the checkpoints")
-        target_source, drafter_source = open_target(target, revision=target_revision), open_drafter(drafter, revision=drafter_revision)
-        pairing = check_pairing(target_source.config, drafter_source.config)
-        count = _speculation(num_speculative_tokens, drafter_source.config)
-        _copy_text(target_source.folder, folder)
-        progress("Writing the weights")
-        copies = {
-            bundle.TARGET_FOLDER: _copy_checkpoint(target_source, folder / bundle.TARGET_FOLDER, open_target),
-            bundle.DRAFTER_FOLDER: _copy_checkpoint(drafter_source, folder / bundle.DRAFTER_FOLDER, open_drafter),
+        sources: dict[str, Checkpoint[Any]] = {
+            bundle.TARGET_FOLDER: open_target(target, revision=target_revision),
+            bundle.DRAFTER_FOLDER: open_drafter(drafter, revision=drafter_revision),
         }
-        graphs = _export_graphs(copies, folder, progress)
+        pair = Pair(target=sources[bundle.TARGET_FOLDER].config, drafter=sources[bundle.DRAFTER_FOLDER].config)
+        pairing = check_pairing(pair.target, pair.drafter)
+        count = _speculation(options.num_speculative_tokens, pair.drafter)
+        form = _form(options, pair.drafter)
+        _copy_text(sources[bundle.TARGET_FOLDER].folder, folder)
+        progress("Placing the weights")
+        stored = _place_weights(sources, folder, options)
+        graphs = _export_graphs(pair, stored, form, options, folder, progress)
         progress("Hashing")
         manifest = Manifest(
             format_version=bundle.FORMAT_VERSION,
             created_by=f"domino-deploy {__version__}",
             libraries={"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
-            dtype="float32",
-            sources={"target": _source(target_source), "drafter": _source(drafter_source)},
-            target=target_source.config,
-            drafter=drafter_source.config,
+            precision=options.precision,
+            form=form,
+            certified_pool=options.certified_pool,
+            sources={name: SourceEntry(source=source.source, revision=source.revision) for name, source in sources.items()},
+            target=pair.target,
+            drafter=pair.drafter,
             pairing=pairing,
             num_speculative_tokens=count,
-            special_tokens=special_tokens(target_source.folder),
+            special_tokens=special_tokens(sources[bundle.TARGET_FOLDER].folder),
             graphs=graphs,
             files=bundle.file_entries(folder),
             verification=None,
         )
         write_manifest(folder, manifest)
         if verify:
-            report = verification.compare(folder, target_source, drafter_source, progress=progress)
+            models = None if options.precision.is_quantised or num_layers is not None else _models(sources)
+            report = verification.compare(open_bundle(folder), models, tolerances=tolerances, num_layers=num_layers, progress=progress)
             if not report.passed:
                 raise VerificationError(report.failure())
-            write_manifest(folder, dataclasses.replace(manifest, verification=report.to_dict()))
+            write_report(folder / bundle.REPORT, report, title=Path(output).name)
+            files = {**manifest.files, bundle.REPORT: bundle.file_entry(folder / bundle.REPORT)}
+            write_manifest(folder, dataclasses.replace(manifest, verification=report.summary(), files=files))
     return open_bundle(output)
+
+
+def _models(sources: Mapping[str, Checkpoint[Any]]) -> tuple[TargetModel, DrafterModel]:
+    """Both models on the weights of the sources, so that a wrong conversion is seen."""
+    target, drafter = sources.values()
+    return load_target(target, tapped_layers=drafter.config.target_layer_ids), load_drafter(drafter)
 
 
 def _speculation(asked: int | None, drafter: DrafterConfig) -> int:
@@ -113,8 +175,13 @@ def _speculation(asked: int | None, drafter: DrafterConfig) -> int:
     return drafter.num_proposals if asked is None else asked
 
 
-def _source(checkpoint: Checkpoint[Any]) -> SourceEntry:
-    return SourceEntry(source=checkpoint.source, revision=checkpoint.revision)
+def _form(options: ExportOptions, drafter: DrafterConfig) -> GraphForm:
+    vocab = options.draft_vocab
+    return GraphForm(
+        dtype=str(options.precision.activations),
+        draft_vocab_size=None if vocab is None else len(vocab),
+        candidate_pool=options.candidate_pool,
+    )
 
 
 def _copy_text(source: Path, folder: Path) -> None:
@@ -124,43 +191,78 @@ def _copy_text(source: Path, folder: Path) -> None:
         (folder / bundle.CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
-def _copy_checkpoint(source: Checkpoint[Any], folder: Path, reopen: Callable[[Path], Checkpoint[Any]]) -> Checkpoint[Any]:
-    """A checkpoint of its own in `folder`, fp32 under canonical names; opened, so that offsets are known."""
-    folder.mkdir()
-    write_weights(source, folder / bundle.WEIGHTS)
+def _place_weights(sources: dict[str, Checkpoint[Any]], folder: Path, options: ExportOptions) -> dict[str, Stored]:
+    """Both checkpoints in the bundle: where each tensor lies."""
+    stored: dict[str, Stored] = {}
+    for name, source in sources.items():
+        inside = folder / name
+        inside.mkdir()
+        stored[name] = write_weights(source, inside, options.precision, options.placement)
+        _copy_config(source, inside, options.precision)
+    if options.draft_vocab is not None:
+        file = folder / bundle.DRAFTER_FOLDER / bundle.DRAFT_VOCAB
+        target, drafter = sources.values()
+        write_draft_vocab(target, drafter, options.draft_vocab, file, options.precision.activations)
+        stored["draft_vocab"] = floating_tensors(file)
+    return stored
+
+
+def _copy_config(source: Checkpoint[Any], folder: Path, precision: Precision) -> None:
     raw = {name: value for name, value in source.raw_config.items() if name != "torch_dtype"}
-    (folder / bundle.CONFIG).write_text(json.dumps(raw | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
+    part = precision.target if folder.name == bundle.TARGET_FOLDER else precision.drafter
+    raw["dtype"] = str(part.activations)
+    if precision.is_quantised:  # other tools must not take such a folder for a plain checkpoint
+        raw["quantization_config"] = {"quant_method": "domino-deploy", **to_json(precision)}
+    (folder / bundle.CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     if (source.folder / GENERATION_CONFIG).is_file():  # may name more end-of-sequence tokens
         shutil.copyfile(source.folder / GENERATION_CONFIG, folder / GENERATION_CONFIG)
-    copy = reopen(folder)
-    if copy.config != source.config:
-        raise ExportError(f"{folder.name}: expected the copied config.json to say {source.config}, found {copy.config}. Please report it.")
-    return copy
 
 
-def _export_graphs(copies: dict[str, Checkpoint[Any]], folder: Path, progress: Progress) -> dict[str, GraphEntry]:
-    target: TargetConfig = copies[bundle.TARGET_FOLDER].config
-    drafter: DrafterConfig = copies[bundle.DRAFTER_FOLDER].config
-    exports: dict[str, tuple[Callable[[], ir.Model], GraphSignature]] = {
-        "target": (lambda: onnx_from_target(target, drafter.target_layer_ids), target_signature(target, drafter.feature_size)),
-        "backbone": (lambda: onnx_from_backbone(drafter, target), backbone_signature(drafter)),
-        "head": (lambda: onnx_from_head(drafter, target), head_signature(drafter)),
+def _export_graphs(
+    pair: Pair, stored: dict[str, Stored], form: GraphForm, options: ExportOptions, folder: Path, progress: Progress
+) -> dict[str, GraphEntry]:
+    target, drafter, precision = pair.target, pair.drafter, options.precision
+    signatures = {
+        "target": target_signature(target, drafter.feature_size, form),
+        "backbone": backbone_signature(drafter, form),
+        "head": head_signature(drafter, form),
+    }
+    exports: dict[str, Callable[[], ir.Model]] = {
+        "target": lambda: onnx_from_target(target, drafter.target_layer_ids),
+        "backbone": lambda: onnx_from_backbone(drafter, target, form),
+        "head": lambda: onnx_from_head(drafter, target, form, options.certified_pool),
     }
     entries, used = {}, []
-    for name, (export, signature) in exports.items():
+    for name, export in exports.items():
         progress(f"Exporting the {name} graph")
-        file = bundle.GRAPHS[name]
+        signature, file = signatures[name], bundle.GRAPHS[name]
         model = export()
-        used.append(bind_weights(model, copies))
+        if name == "head":
+            apply_precision_to_head(model, stored, precision, signature)
+        else:
+            apply_precision(model, stored, precision, signature)
+        check_signature(model, signature)
+        used.append(bind_weights(model, stored))
         ir.save(model, folder / file)
-        _check_onnx(folder / file)
+        check_onnx(folder / file)
         entries[name] = GraphEntry(file=file, opset=OPSET, inputs=signature.inputs, outputs=signature.outputs)
-    check_all_used(copies, used)
+    # A draft vocabulary has rows of the codebook of its own.
+    check_all_used(stored, used, replaced=() if options.draft_vocab is None else ("drafter.embed_proj.2.weight",))
     return entries
 
 
-def _check_onnx(file: Path) -> None:
+def check_onnx(file: Path) -> None:
+    """Check a graph, its weights taken as inputs: onnx refuses external data that have more than one hard link.
+
+    Raises:
+        ExportError: it is not valid ONNX.
+    """
+    model = onnx.load(file, load_external_data=False)
+    weights = [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    model.graph.input.extend(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in weights)
+    for tensor in weights:
+        model.graph.initializer.remove(tensor)
     try:
-        onnx.checker.check_model(str(file), full_check=True)
+        onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ExportError(f"{file.name}: expected a valid ONNX graph, found: {error} Please report this fault of the exporter.") from error

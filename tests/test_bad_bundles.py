@@ -91,10 +91,12 @@ FILE = {"bytes": 5, "sha256": "0" * 64}
 @pytest.mark.parametrize(
     ("change", "fragment"),
     [
-        pytest.param(having(2, "format_version"), "expected format_version 1, found 2", id="newer format"),
-        pytest.param(having("1", "format_version"), "expected format_version 1, found '1'", id="format as text"),
-        pytest.param(without("format_version"), "expected format_version 1, found None", id="no format"),
-        pytest.param(having("float16", "dtype"), "dtype: expected float32, found 'float16'", id="other dtype"),
+        pytest.param(having(3, "format_version"), "expected format_version 2, found 3", id="newer format"),
+        pytest.param(having("2", "format_version"), "expected format_version 2, found '2'", id="format as text"),
+        pytest.param(without("format_version"), "expected format_version 2, found None", id="no format"),
+        pytest.param(
+            having("float16", "form", "dtype"), "form.dtype: expected float32, the precision's, found 'float16'", id="other dtype"
+        ),
         pytest.param(without("graphs"), "graphs: missing", id="no graphs"),
         pytest.param(without("graphs", "head"), "graphs.head: expected head.onnx", id="no head"),
         pytest.param(having("other.onnx", "graphs", "head", "file"), "graphs.head: expected head.onnx", id="head elsewhere"),

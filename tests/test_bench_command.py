@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from domino_deploy.bench import tasks
 from domino_deploy.cli import bench as command
 from domino_deploy.cli import main
+from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.session import Session
 from tests.support.doubles import MatchedDrafter, ToyTarget
 
@@ -44,7 +45,9 @@ class LyingDrafter(MatchedDrafter):
 def toy_session(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """`Session.open` gives a real session of doubles; the namespace holds what it was asked for."""
     target = ToyTarget(capacity=80)
-    bundle = SimpleNamespace(target=SimpleNamespace(eos_token_ids=()), manifest=SimpleNamespace(dtype="float32", num_speculative_tokens=6))
+    bundle = SimpleNamespace(
+        target=SimpleNamespace(eos_token_ids=()), precision=Precision(), manifest=SimpleNamespace(num_speculative_tokens=6)
+    )
     toy = SimpleNamespace(target=target, drafter=MatchedDrafter(), bundle=bundle, asked=None)
 
     def open_toy(path: Path, **asked: Any) -> Session:
@@ -151,7 +154,7 @@ class TestCommand:
     @pytest.mark.parametrize(("flags", "dtype"), [(["--temperature", "1"], "float32"), ([], "float16")], ids=["sampled", "half precision"])
     def test_elsewhere_a_difference_is_a_note(self, flags: list[str], dtype: str, toy_session: SimpleNamespace, prompt_file: Path) -> None:
         toy_session.drafter = LyingDrafter(toy_session.target)
-        toy_session.bundle.manifest.dtype = dtype
+        toy_session.bundle.precision = Precision.of(Dtype(dtype))
         done = bench("b", "--prompts", prompt_file, "--max-new-tokens", "20", "--json", *flags)
         assert done.exit_code == 0
         assert json.loads(done.stdout)["identical"] is False

@@ -13,6 +13,9 @@ from click.testing import CliRunner, Result
 
 from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.cli import main
+from domino_deploy.exporters.export import ExportOptions
+from domino_deploy.exporters.placement import Placement
+from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.decode import GenerationParams
 from domino_deploy.runtime.session import Session
 from tests.support.checkpoints import write_drafter, write_target
@@ -76,7 +79,7 @@ def test_generate_stops_before_a_stop_string(tiny_bundle: Path) -> None:
 def test_verify_passes_line_by_line(tiny_bundle: Path) -> None:
     done = run("verify", tiny_bundle)
     assert done.exit_code == 0, done.stderr
-    header, *lines, verdict = done.stdout.splitlines()
+    header, *lines, verdict = [line for line in done.stdout.splitlines() if not line.startswith("prompt ")]
     assert header.startswith("graph\toutput\tcase")
     assert {line.split("\t")[-1] for line in lines} == {"ok"}
     assert {line.split("\t")[0] for line in lines} == {"target", "backbone", "head", "generation"}
@@ -111,11 +114,27 @@ def test_export_passes_every_flag_on_and_says_where_the_bundle_is(tiny_bundle: P
         return bundle
 
     monkeypatch.setattr("domino_deploy.exporters.export.export_bundle", recorded)
-    flags = ("--revision", "a1", "--target-revision", "b2", "--num-speculative-tokens", "5", "--force")
+    precision = ("--dtype", "int4", "--drafter-dtype", "int8", "--lm-head-dtype", "float32", "--block-size", "64", "--asymmetric")
+    form = ("--weights", "copy", "--candidate-pool", "99", "--certified-pool", "--num-speculative-tokens", "5")
+    flags = ("--revision", "a1", "--target-revision", "b2", "--num-layers", "2", "--force", *precision, *form)
     done = run("export", "--draft", "d", "--target", "t", "-o", "out", *flags)
-    options = {"drafter_revision": "a1", "target_revision": "b2", "num_speculative_tokens": 5, "verify": True, "overwrite": True}
-    assert calls == [(("d", "t", Path("out")), options)]
-    assert re.fullmatch(rf"{re.escape(str(tiny_bundle))}: [\d.]+ KB, verified against PyTorch\n", done.stdout), done.stdout
+    assert done.exit_code == 0, done.stderr
+    ((arguments, options),) = calls
+    assert arguments == (
+        "d",
+        "t",
+        Path("out"),
+        ExportOptions(
+            precision=Precision(target=Dtype.INT4, drafter=Dtype.INT8, lm_head=Dtype.FLOAT32, block_size=64, symmetric=False),
+            placement=Placement.COPY,
+            num_speculative_tokens=5,
+            candidate_pool=99,
+            certified_pool=True,
+        ),
+    )
+    expected = {"drafter_revision": "a1", "target_revision": "b2", "num_layers": 2, "verify": True, "overwrite": True}
+    assert options == expected
+    assert re.fullmatch(rf"{re.escape(str(tiny_bundle))}: float32, [\d.]+ KB.*, verified against PyTorch\n", done.stdout), done.stdout
 
 
 def test_export_without_verification_says_so_everywhere(tmp_path: Path) -> None:

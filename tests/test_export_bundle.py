@@ -12,7 +12,8 @@ from domino_deploy.bundle import open_bundle
 from domino_deploy.checkpoint import open_drafter, open_target
 from domino_deploy.errors import BundleError, CheckpointError, DominoDeployError, ExportError, PairingError, RequestError, VerificationError
 from domino_deploy.exporters import export
-from domino_deploy.exporters.export import export_bundle
+from domino_deploy.exporters.export import ExportOptions, export_bundle
+from domino_deploy.exporters.placement import Placement
 from domino_deploy.exporters.verify import VerificationLine, VerificationReport
 from domino_deploy.runtime.session import Session
 from tests.support.bundles import contents
@@ -38,7 +39,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 def without_graphs(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the exporter, which takes seconds: the tiny bundle's graphs fit every pair of the default shape."""
 
-    def copied(copies: object, folder: Path, progress: object) -> dict[str, object]:
+    def copied(pair: object, stored: object, form: object, options: object, folder: Path, progress: object) -> dict[str, object]:
         for name in ("target.onnx", "backbone.onnx", "head.onnx"):
             shutil.copyfile(tiny_bundle / name, folder / name)
         return dict(open_bundle(tiny_bundle).manifest.graphs)
@@ -110,9 +111,10 @@ class TestVerificationUsesTheSource:
     ) -> None:
         write = export.write_weights
 
-        def transposed(source: object, file: Path) -> None:
-            write(source, file)  # type: ignore[arg-type]
-            if file.parent.name == "target":
+        def transposed(source: object, folder: Path, precision: object, placement: object) -> object:
+            stored = write(source, folder, precision, Placement.COPY)  # type: ignore[arg-type]
+            file = folder / "model.safetensors"
+            if folder.name == "target":
                 from domino_deploy.safetensors_header import read_header
 
                 entry = read_header(file)["model.layers.1.self_attn.o_proj.weight"]
@@ -122,6 +124,7 @@ class TestVerificationUsesTheSource:
                 content[one:other] = content[other : other + len(row)]
                 content[other : other + len(row)] = row  # two rows swapped
                 file.write_bytes(content)
+            return stored
 
         monkeypatch.setattr(export, "write_weights", transposed)
         assert "target: logits" in refused(VerificationError, pair, tmp_path)
@@ -197,7 +200,7 @@ def test_a_whole_export_tells_its_steps_and_serves(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", family="qwen2", rope_parameters=rope, rope_theta=10000.0)
     drafter = write_drafter(tmp_path / "drafter", target, shift_label=False, pure_draft_prefix_len=2, layout="flat")
     steps: list[str] = []
-    bundle = export_bundle(drafter, target, tmp_path / "bundle", num_speculative_tokens=3, progress=steps.append)
+    bundle = export_bundle(drafter, target, tmp_path / "bundle", options=ExportOptions(num_speculative_tokens=3), progress=steps.append)
     assert bundle.manifest.verification is not None
     assert bundle.manifest.verification["passed"] is True
     assert [step for step in steps if "xporting" in step] == [f"Exporting the {name} graph" for name in ("target", "backbone", "head")]
@@ -210,7 +213,7 @@ def test_speculation_beyond_the_drafter_is_refused_before_anything_is_written(as
     target = write_target(tmp_path / "target")
     drafter = write_drafter(tmp_path / "drafter", target)
     with pytest.raises(RequestError, match="from 1 to 6"):
-        export_bundle(drafter, target, tmp_path / "bundle", num_speculative_tokens=asked)
+        export_bundle(drafter, target, tmp_path / "bundle", options=ExportOptions(num_speculative_tokens=asked))
     assert sorted(item.name for item in tmp_path.iterdir()) == ["drafter", "target"]
 
 

@@ -15,15 +15,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE_DIR: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 
 # Unit (first name below domino_deploy) -> the units it may import. A unit that is missing here fails: give it a layer.
-BASE = {"errors", "config", "signature", "__version__"}
-CHECKPOINT = {"checkpoint", "checkpoint_config", "checkpoint_drafter", "checkpoint_source", "checkpoint_tensors"}
-READERS = {"checkpoint_text", "config_fields", "safetensors_header", "strict_json"}
-FILES = BASE | CHECKPOINT | READERS | {"aside", "bundle", "config_json", "pairing"}
+BASE = {"errors", "config", "precision", "signature", "__version__"}
+CHECKPOINT = {"checkpoint", "checkpoint_config", "checkpoint_drafter", "checkpoint_source", "checkpoint_tensors", "checkpoint_text"}
+READERS = {"config_fields", "safetensors_header", "strict_json"}
+FILES = BASE | CHECKPOINT | READERS | {"aside", "bundle", "config_json", "pairing", "stored_weights"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__version__": set(),
     "errors": set(),
     "aside": set(),
     "config": {"errors"},
+    "precision": {"errors"},
     "signature": {"config"},
     "pairing": BASE,
     **dict.fromkeys(READERS, BASE | READERS),
@@ -32,10 +33,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bundle": BASE | READERS | CHECKPOINT | {"aside", "config_json"},
     "plugins": {"errors"},
     "model": FILES | {"plugins"},
-    "exporters": FILES | {"plugins", "model", "runtime"},
+    "exporters": FILES | {"plugins", "model", "runtime", "memory_plan", "resources"},
     "runtime": FILES | {"plugins", "model"},
     "training": FILES | {"plugins", "model", "runtime"},
     "bench": FILES | {"runtime", "training"},
+    "stored_weights": FILES,
+    "memory_plan": FILES | {"runtime", "stored_weights"},
+    "requirements": set(),
+    "resources": set(),
+    "doctor_facts": {"bench", "resources"},
+    "known_bad": {"doctor_facts", "requirements"},
+    "doctor": {"doctor_facts", "known_bad", "precision"},
     "gguf_target": {"aside", "checkpoint", "checkpoint_tensors", "errors"},
     "demo": {"errors", "gguf_target"},
 }

@@ -30,6 +30,7 @@ COMMANDS = {
     "inspect": "Show what a bundle, a checkpoint or an ONNX file holds.",
     "regenerate": "Let the target answer training prompts.",
     "train": "Train a drafter for a target.",
+    "doctor": "Tell what works here, and what is known to go wrong.",
 }
 # 128 + the signal, as shells report it
 _INTERRUPTED = 128 + signal.SIGINT

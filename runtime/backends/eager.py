@@ -14,9 +14,11 @@ from torch import Tensor
 
 from domino_deploy.bundle import DRAFTER_FOLDER, TARGET_FOLDER, Bundle
 from domino_deploy.checkpoint import open_drafter, open_target
+from domino_deploy.errors import RequestError
 from domino_deploy.model.drafter import DrafterModel
 from domino_deploy.model.loading import load_drafter, load_target
 from domino_deploy.model.target import TargetModel
+from domino_deploy.precision import Dtype
 from domino_deploy.runtime.kv_cache import BoolArray, CacheRows, block_mask, causal_mask, sliding_block_mask
 from domino_deploy.runtime.protocols import FloatArray, IntArray, Proposal, TargetRows
 
@@ -24,19 +26,32 @@ from domino_deploy.runtime.protocols import FloatArray, IntArray, Proposal, Targ
 def open_pair(
     bundle: Bundle, *, capacity: int, threads: int | None = None, with_drafter: bool = True
 ) -> tuple[EagerTarget, EagerDrafter | None]:
-    """Target and drafter of a bundle in fp32, from its `target/` and `drafter/` checkpoints.
+    """Target and drafter of a bundle in its floating type, from its `target/` and `drafter/` checkpoints.
 
     Args:
         bundle: an opened bundle.
         capacity: tokens of the longest sequence.
         threads: of the whole process, since PyTorch knows no others; None leaves them as they are.
         with_drafter: False leaves the drafter's weights unread.
+
+    Raises:
+        RequestError: the bundle's weights are quantised, or its drafter has a vocabulary of its own.
     """
+    if bundle.precision.is_quantised or bundle.form.draft_vocab_size is not None:
+        found = bundle.precision.name + ("" if bundle.form.draft_vocab_size is None else " with a draft vocabulary")
+        raise RequestError(
+            f"{bundle.path}: expected float32, float16 or bfloat16 weights and the whole vocabulary for the backend eager, found {found}. "
+            "Run it with --backend ort, or export the pair again with another --dtype."
+        )
     if threads is not None:
         torch.set_num_threads(threads)
-    target = load_target(open_target(bundle.path / TARGET_FOLDER), tapped_layers=bundle.drafter.target_layer_ids)
-    drafter = load_drafter(open_drafter(bundle.path / DRAFTER_FOLDER)) if with_drafter else None
+    dtype = _DTYPES[bundle.precision.activations]
+    target = load_target(open_target(bundle.path / TARGET_FOLDER), tapped_layers=bundle.drafter.target_layer_ids, dtype=dtype)
+    drafter = load_drafter(open_drafter(bundle.path / DRAFTER_FOLDER), dtype=dtype) if with_drafter else None
     return EagerTarget(target, capacity), None if drafter is None else EagerDrafter(drafter, target, capacity)
+
+
+_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
 
 
 class EagerTarget:
@@ -84,7 +99,7 @@ class EagerTarget:
             self._value_caches,
         )
         self._key_caches, self._value_caches = output.key_caches, output.value_caches
-        return TargetRows(logits=output.logits[0].numpy(), features=output.features[0].numpy())
+        return TargetRows(logits=output.logits[0].float().numpy(), features=output.features[0].float().numpy())
 
     def commit(self, rows: int) -> None:
         self._rows.commit(rows)
@@ -138,7 +153,7 @@ class EagerDrafter:
             sliding_mask = _mask(sliding_block_mask(context, config.sliding_window, mask.copy()))
         output = self._model.cached(
             self._embed(self._model.block_ids(_int64(token_ids[-1:])[0])),
-            torch.from_numpy(np.asarray(features))[None],
+            torch.from_numpy(np.asarray(features))[None].to(self._embed.weight.dtype),
             torch.arange(start, context + block)[None],
             _mask(block_mask(context, mask)),
             torch.tensor([start]),

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from domino_deploy.bundle import BACKBONE_GRAPH, HEAD_GRAPH, TARGET_GRAPH, Bundle
 from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
+from domino_deploy.errors import RequestError
+from domino_deploy.precision import Dtype
 from domino_deploy.runtime.backends.ort_graph import failing_as_bundle_error, open_graph
 from domino_deploy.runtime.kv_cache import CacheRows, block_mask, causal_mask, sliding_block_mask
 from domino_deploy.runtime.protocols import FloatArray, IntArray, Proposal, TargetRows
@@ -25,6 +27,7 @@ from domino_deploy.signature import (
     ATTENTION_MASK,
     BASE_LOGITS,
     BLOCK_IDS,
+    DEFAULT_FORM,
     DRAFT_IDS,
     FEATURES,
     HIDDEN,
@@ -33,13 +36,20 @@ from domino_deploy.signature import (
     LOGITS,
     POSITION_IDS,
     SLIDING_MASK,
+    UNCERTIFIED,
     WRITE_INDEX,
+    GraphForm,
     GraphSignature,
     backbone_signature,
     head_signature,
     target_signature,
     updated,
 )
+
+# A pass over one row takes another path through matrix products than one over several and rounds otherwise, in the seventh digit.
+# Products of integers round activations to 8 bits, which makes of such a difference one in the third: plain decoding would part from
+# speculative decoding within some sentences.  From two rows on a row's numbers do not depend on how many others there are.
+_LEAST_ROWS = 2
 
 Array = NDArray[Any]
 Bind = Callable[..., None]  # IOBinding.bind_input or bind_output
@@ -58,10 +68,17 @@ def open_pair(
 
     Raises:
         BundleError: ONNX Runtime refuses a graph.
+        RequestError: the bundle's precision does not run on ONNX Runtime's CPU.
     """
-    path, config = bundle.path, bundle.drafter
-    target = OrtTarget(path / TARGET_GRAPH, bundle.target, config.feature_size, capacity, threads)
-    return target, OrtDrafter(path / BACKBONE_GRAPH, path / HEAD_GRAPH, config, capacity, threads) if with_drafter else None
+    if bundle.precision.activations is Dtype.BFLOAT16:
+        raise RequestError(
+            f"{bundle.path}: expected a precision that ONNX Runtime computes on a CPU (float32, float16, int8, int4), found bfloat16. "
+            "Export the pair again with --dtype, or run it with --backend eager."
+        )
+    path, config, form = bundle.path, bundle.drafter, bundle.form
+    least_rows = _LEAST_ROWS if bundle.precision.is_quantised else 1
+    target = OrtTarget(path / TARGET_GRAPH, bundle.target, config.feature_size, capacity, threads, form, least_rows)
+    return target, OrtDrafter(path / BACKBONE_GRAPH, path / HEAD_GRAPH, config, capacity, threads, form) if with_drafter else None
 
 
 class OrtTarget:
@@ -73,16 +90,28 @@ class OrtTarget:
         feature_size: width of its tapped features.
         capacity: rows its cache can hold at most.
         threads: threads inside an operator; None for one per physical core.
+        form: of the graphs.
+        least_rows: rows of a pass at least; a shorter one is filled up with rows that nothing sees.
 
     Raises:
         BundleError: ONNX Runtime refuses the graph.
     """
 
-    def __init__(self, graph_file: Path, config: TargetConfig, feature_size: int, capacity: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        graph_file: Path,
+        config: TargetConfig,
+        feature_size: int,
+        capacity: int,
+        threads: int | None = None,
+        form: GraphForm = DEFAULT_FORM,
+        least_rows: int = 1,
+    ) -> None:
         self._config = config
         self._feature_size = feature_size
-        self._graph = BoundGraph(graph_file, target_signature(config, feature_size), threads)
+        self._graph = BoundGraph(graph_file, target_signature(config, feature_size, form), threads)
         self._rows = CacheRows(capacity)
+        self._least_rows = least_rows
 
     @property
     def vocab_size(self) -> int:
@@ -102,18 +131,20 @@ class OrtTarget:
 
     def forward(self, token_ids: Sequence[int] | IntArray, num_logits: int) -> TargetRows:
         """See `protocols.Target`."""
-        start, rows, graph = self._rows.length, len(token_ids), self._graph
-        self._rows.reserve(rows)
-        slots = graph.grow_caches(self._rows.slots(start + rows))
-        graph.input(INPUT_IDS, (1, rows))[0] = token_ids
+        start, wanted, graph = self._rows.length, len(token_ids), self._graph
+        self._rows.reserve(wanted)
+        rows, logit_rows = max(wanted, self._least_rows), max(num_logits, self._least_rows)
+        slots = graph.grow_caches(max(self._rows.slots(start + wanted), start + rows))
+        ids = graph.input(INPUT_IDS, (1, rows))[0]
+        ids[:wanted], ids[wanted:] = token_ids, token_ids[-1]
         graph.input(POSITION_IDS, (1, rows))[0] = np.arange(start, start + rows)
         causal_mask(start, graph.input(ATTENTION_MASK, (1, 1, rows, slots))[0, 0])
         graph.input(WRITE_INDEX, (1,))[0] = start
-        graph.input(LOGIT_INDEX, (1, num_logits))[0] = np.arange(rows - num_logits, rows)
-        logits = graph.output(LOGITS, (1, num_logits, self._config.vocab_size))
+        graph.input(LOGIT_INDEX, (1, logit_rows))[0] = np.arange(wanted - num_logits, wanted - num_logits + logit_rows).clip(max=wanted - 1)
+        logits = graph.output(LOGITS, (1, logit_rows, self._config.vocab_size))
         features = graph.output(FEATURES, (1, rows, self._feature_size))
         graph.run()
-        return TargetRows(logits=logits[0], features=features[0])
+        return TargetRows(logits=logits[0, :num_logits], features=features[0, :wanted])
 
     def commit(self, rows: int) -> None:
         self._rows.commit(rows)
@@ -128,15 +159,26 @@ class OrtDrafter:
         config: the drafter's shape.
         capacity: tokens of the longest sequence to draft for.
         threads: as for `OrtTarget`.
+        form: likewise.
 
     Raises:
         BundleError: ONNX Runtime refuses a graph.
     """
 
-    def __init__(self, backbone_file: Path, head_file: Path, config: DrafterConfig, capacity: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        backbone_file: Path,
+        head_file: Path,
+        config: DrafterConfig,
+        capacity: int,
+        threads: int | None = None,
+        form: GraphForm = DEFAULT_FORM,
+    ) -> None:
         self._config = config
-        self._backbone = BoundGraph(backbone_file, backbone_signature(config), threads)
-        self._head = BoundGraph(head_file, head_signature(config), threads)
+        self._backbone = BoundGraph(backbone_file, backbone_signature(config, form), threads)
+        self._head = BoundGraph(head_file, head_signature(config, form), threads)
+        self._is_pooled = config.kind is DrafterKind.DOMINO and form.candidate_pool > 0
+        self._vocab_size = form.draft_vocab_size or config.vocab_size
         self._rows = CacheRows(capacity + config.block_size)
 
     @property
@@ -158,9 +200,16 @@ class OrtDrafter:
             head.bind_input(HIDDEN, hidden[:, :count])
         head.bind_input(BASE_LOGITS, base_logits[:, :count])
         drafts = head.output(DRAFT_IDS, (1, count))
+        uncertified = head.output(UNCERTIFIED, (1,)) if self._is_pooled else None
         head.run()
         head_ms = (perf_counter() - drafted_at) * 1e3
-        return Proposal(token_ids=drafts[0].copy(), draft_ms=(drafted_at - started) * 1e3, head_ms=head_ms)
+        return Proposal(
+            token_ids=drafts[0].copy(),
+            draft_ms=(drafted_at - started) * 1e3,
+            head_ms=head_ms,
+            pooled=max(0, count - self._config.pure_draft_prefix_len) if self._is_pooled else 0,
+            uncertified=0 if uncertified is None else int(uncertified[0]),
+        )
 
     def _run_backbone(self, token_ids: Sequence[int], features: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Hidden states [1, N, M] and base logits [1, N, V]; the features become part of the cache, the block does not."""
@@ -179,7 +228,7 @@ class OrtDrafter:
             sliding_block_mask(context, config.sliding_window, graph.input(SLIDING_MASK, (1, 1, block, slots))[0, 0])
         graph.input(WRITE_INDEX, (1,))[0] = start
         hidden = graph.output(HIDDEN, (1, config.num_proposals, config.hidden_size))
-        base_logits = graph.output(BASE_LOGITS, (1, config.num_proposals, config.vocab_size))
+        base_logits = graph.output(BASE_LOGITS, (1, config.num_proposals, self._vocab_size))
         graph.run()
         self._rows.commit(len(features))
         return hidden, base_logits

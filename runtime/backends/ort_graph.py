@@ -14,17 +14,27 @@ from domino_deploy.errors import BundleError, listed
 from domino_deploy.signature import GraphSignature, TensorSpec
 
 # ONNX Runtime's names of the dtypes in `signature.py`.
-_ORT_TYPES = {"float32": "tensor(float)", "int64": "tensor(int64)", "bool": "tensor(bool)"}
+_ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "int64": "tensor(int64)", "bool": "tensor(bool)"}
 
 
-def open_graph(graph_file: Path, signature: GraphSignature, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+def open_graph(
+    graph_file: Path, signature: GraphSignature, options: onnxruntime.SessionOptions, *, content: bytes | None = None
+) -> onnxruntime.InferenceSession:
     """A graph on the CPU, its inputs and outputs compared with the signature: memory is bound by it.
+
+    Args:
+        graph_file: the graph.
+        signature: its inputs and outputs.
+        options: of the session.
+        content: another graph in its place, whose weights lie where the file's do.
 
     Raises:
         BundleError: ONNX Runtime refuses the graph, or it is not the graph of this signature.
     """
     with failing_as_bundle_error(graph_file, "can be opened"):
-        session = onnxruntime.InferenceSession(graph_file, options, providers=["CPUExecutionProvider"])
+        if content is not None:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph_file.parent))
+        session = onnxruntime.InferenceSession(content or graph_file, options, providers=["CPUExecutionProvider"])
     problems = [
         *_differences("input", signature.inputs, session.get_inputs()),
         *_differences("output", signature.outputs, session.get_outputs()),

@@ -19,7 +19,8 @@ from domino_deploy.bundle import (
     write_manifest,
 )
 from domino_deploy.config import DrafterConfig, DrafterKind, Family, RopeConfig, RopeType, TargetConfig
-from domino_deploy.signature import backbone_signature, head_signature, target_signature
+from domino_deploy.precision import Precision
+from domino_deploy.signature import GraphForm, backbone_signature, head_signature, target_signature
 
 TARGET = TargetConfig(
     family=Family.QWEN3,
@@ -64,6 +65,9 @@ DRAFTER = DrafterConfig(
 )
 
 
+FILES = (*REQUIRED_FILES, "target/model.safetensors", "drafter/model.safetensors")
+
+
 def manifest_of(folder: Path) -> Manifest:
     """The manifest of whatever lies in `folder`."""
     signatures = {
@@ -75,7 +79,9 @@ def manifest_of(folder: Path) -> Manifest:
         format_version=FORMAT_VERSION,
         created_by="domino-deploy test",
         libraries={"torch": "2.13.0"},
-        dtype="float32",
+        precision=Precision(),
+        form=GraphForm(),
+        certified_pool=False,
         sources={"target": SourceEntry(source="org/target", revision="abc"), "drafter": SourceEntry(source="drafter", revision=None)},
         target=TARGET,
         drafter=DRAFTER,
@@ -93,7 +99,7 @@ def manifest_of(folder: Path) -> Manifest:
 
 def fill(folder: Path, content: str = "content") -> None:
     """Every file that a bundle must have, and its manifest."""
-    for name in REQUIRED_FILES:
+    for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"{content} of {name}")
     write_manifest(folder, manifest_of(folder))
