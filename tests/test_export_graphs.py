@@ -14,7 +14,8 @@ import pytest
 
 from domino_deploy.bundle import GRAPHS, open_bundle
 from domino_deploy.exporters.export import check_onnx
-from domino_deploy.safetensors_header import read_header
+from domino_deploy.exporters.stored import stored_tensors
+from domino_deploy.safetensors_header import TensorEntry
 from domino_deploy.signature import backbone_signature, head_signature, target_signature
 
 BUNDLES = pytest.mark.parametrize("fixture", ["tiny_bundle", "tiny_dflash_bundle"])
@@ -119,9 +120,14 @@ def test_inputs_and_outputs_are_the_signatures(bundle: Path) -> None:
         assert (entry.inputs, entry.outputs) == (signature.inputs, signature.outputs)
 
 
+def entries_of(folder: Path) -> dict[str, TensorEntry]:
+    """Where each tensor of a floating type lies."""
+    return {name: tensor.parts[""] for name, tensor in stored_tensors(folder).items()}
+
+
 @BUNDLES
 def test_weights_are_ranges_of_the_bundles_safetensors(bundle: Path) -> None:
-    entries = {owner: read_header(bundle / owner / "model.safetensors") for owner in ("target", "drafter")}
+    entries = {owner: entries_of(bundle / owner) for owner in ("target", "drafter")}
     used = set()
     for name in GRAPHS:
         for tensor in graph(bundle, name).graph.initializer:
@@ -132,7 +138,7 @@ def test_weights_are_ranges_of_the_bundles_safetensors(bundle: Path) -> None:
             owner, _, weight = tensor.name.partition(".")
             weight = "model.embed_tokens.weight" if weight == "lm_head.weight" and weight not in entries[owner] else weight
             entry = entries[owner][weight]
-            assert place["location"] == f"{owner}/model.safetensors"
+            assert place["location"] == f"{owner}/{entry.file.name}"
             assert (int(place["offset"]), int(place["length"]), tuple(tensor.dims)) == (entry.offset, entry.nbytes, entry.shape)
             used.add((owner, weight))
     assert used == {(owner, weight) for owner, named in entries.items() for weight in named}
@@ -145,7 +151,7 @@ def test_embedding_and_lm_head_exist_once_for_the_pair(bundle: Path) -> None:
     wide = [
         (owner, name)
         for owner in ("target", "drafter")
-        for name, entry in read_header(bundle / owner / "model.safetensors").items()
+        for name, entry in entries_of(bundle / owner).items()
         if entry.shape == (rows, opened.target.hidden_size)
     ]
     expected = [("target", "model.embed_tokens.weight")]

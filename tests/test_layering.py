@@ -139,6 +139,7 @@ def test_only_verification_opens_runtime_backends_from_the_exporters() -> None:
         if unit(found.importer) == "exporters"
         and unit(found.imported) == "runtime"
         and not found.importer.startswith("domino_deploy.exporters.verify")
+        and not found.imported.startswith("domino_deploy.runtime.text")  # tokens, which runs nothing
     ]
     assert described(offenders) == []
 
