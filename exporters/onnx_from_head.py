@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 
 import onnx_ir as ir
-import torch
 from onnx_ir.tape import Tape
 from torch import Tensor, nn
 
@@ -25,6 +24,7 @@ from domino_deploy.exporters.rollout import looped_over_proposals
 from domino_deploy.model.draft_vocab import TOKEN_IDS, DraftVocab
 from domino_deploy.model.drafter import DrafterModel
 from domino_deploy.model.head import DominoHead
+from domino_deploy.plugins.reference import deviations
 from domino_deploy.plugins.torch_op import fused_logit_correction, pooled_logit_correction
 from domino_deploy.signature import (
     ANCHOR_IDS,
@@ -106,9 +106,15 @@ class PooledHeadStep(HeadStep):
         self, token_ids_B: Tensor, state_BG: Tensor, base_row_BV: Tensor, projected_row_BR: Tensor, candidates_BK: Tensor
     ) -> tuple[Tensor, ...]:
         state_BG, projected_state_BR = self.next_state(token_ids_B, state_BG)
-        norms_V = torch.linalg.vector_norm(self.codebook_VR, dim=-1)
+        codebook_VR = self.codebook_VR
         token_ids_B, _, uncertified_B = pooled_logit_correction(
-            base_row_BV, projected_row_BR, projected_state_BR, self.codebook_VR, norms_V, candidates_BK, self.is_certified
+            base_row_BV,
+            projected_row_BR,
+            projected_state_BR,
+            codebook_VR,
+            *deviations(codebook_VR),
+            candidates_BK,
+            self.is_certified,
         )
         return token_ids_B, state_BG, uncertified_B
 
@@ -122,7 +128,7 @@ def onnx_from_head(drafter: DrafterConfig, target: TargetConfig, form: GraphForm
         drafter: the drafter.
         target: its target.
         form: candidate pool and draft vocabulary; its dtype is left to `precision.py`.
-        certified_pool: where the pool does not settle a token, look at the whole (draft) vocabulary.
+        certified_pool: look at every token that could beat the pool's winner as well, so that the whole (draft) vocabulary's wins.
 
     Raises:
         RequestError: a candidate pool that has no meaning for this drafter, or more candidates than tokens.

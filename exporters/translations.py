@@ -91,14 +91,15 @@ def _pooled_logit_correction(
     hidden_projection: FLOAT,
     state_projection: FLOAT,
     codebook: FLOAT,
-    codebook_norms: FLOAT,
+    codebook_mean: FLOAT,
+    deviations: FLOAT,
     candidates: INT64,
     exact: bool,
 ) -> tuple[INT64, FLOAT, BOOL]:
     schema = _correction_schema(op.POOLED_NAME, op.POOLED_INPUTS, op.POOLED_OUTPUTS, op.EXACT_ATTRIBUTE)
     node = values.Op(values.Opset(op.DOMAIN, op.DOMAIN_OPSET), op.POOLED_NAME, schema)
     attributes = {op.NAMESPACE_ATTRIBUTE: op.DOMAIN, op.EXACT_ATTRIBUTE: int(exact)}
-    return node(base_logits, hidden_projection, state_projection, codebook, codebook_norms, candidates, **attributes)
+    return node(base_logits, hidden_projection, state_projection, codebook, codebook_mean, deviations, candidates, **attributes)
 
 
 # What is not a float.

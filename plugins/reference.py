@@ -43,19 +43,28 @@ def candidates(base_logits: Tensor, size: int) -> Tensor:
     return order[..., :size].sort(dim=-1).values
 
 
+def deviations(codebook_VR: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of the rows [R], and how far each row is from it [V] (Euclidean); float32."""
+    mean_R = codebook_VR.float().mean(dim=0)
+    return mean_R, torch.linalg.vector_norm(codebook_VR.float() - mean_R, dim=-1)
+
+
 def pooled_logit_correction(
     base_logits_BV: Tensor,
     hidden_projection_BR: Tensor,
     state_projection_BR: Tensor,
     codebook_VR: Tensor,
-    codebook_norms_V: Tensor,
+    codebook_mean_R: Tensor,
+    deviations_V: Tensor,
     candidates_BK: Tensor,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One drafted token per row out of its candidates, and whether a token outside of them could have won.  All in fp32.
 
-    With m = SiLU(z + s), a token v has at most base_v + |w_v| |m| (Cauchy-Schwarz).  A row is certified if that, for every
-    token outside its pool, is less than the best corrected logit inside; less, since a tie may go to the outside token.
+    With m = SiLU(z + s) and any vector a, a token v has at most base_v + a m + |w_v - a| |m| (Cauchy-Schwarz).  The rows' mean is
+    taken for a: rows share most of their length, which moves all logits alike and decides nothing.  A row of the batch is
+    certified if that bound, for every token outside its pool, is less than the best corrected logit inside; less, since a tie
+    may go to the outside token.
 
     Both sides of the comparison give way by what rounding can add up to, so that it holds for the logits as computed by
     `fused_logit_correction` in fp32, whatever the order of its sums (`rounding_slack`).
@@ -65,31 +74,36 @@ def pooled_logit_correction(
         hidden_projection_BR: z.
         state_projection_BR: s.
         codebook_VR: W2.
-        codebook_norms_V: |w_v|, Euclidean, float32.
+        codebook_mean_R: a, float32 (`deviations`).
+        deviations_V: |w_v - a|, float32.
         candidates_BK: int64, rising, K >= 1.
-        exact: where any row is not certified, take all rows' tokens from the full vocabulary.
+        exact: look at the tokens whose bound does not rule them out as well, so that the token is the whole vocabulary's.
 
     Returns:
         token_ids [B], int64: argmax of the corrected logits, ties to the lowest id.
         corrected_logits [B]: its corrected logit, float32.
         uncertified [B], bool: true where the pool does not settle it, whatever `exact` says.
     """
-    base_logits_BV = base_logits_BV.float()
+    base_logits_BV, codebook_VR = base_logits_BV.float(), codebook_VR.float()
     bottleneck_BR = F.silu(hidden_projection_BR.float() + state_projection_BR.float())
-    corrections_BK = (codebook_VR[candidates_BK].float() @ bottleneck_BR[:, :, None])[:, :, 0]
-    corrected_BK = base_logits_BV.gather(-1, candidates_BK) + corrections_BK
+    corrected_BK = base_logits_BV.gather(-1, candidates_BK) + (codebook_VR[candidates_BK] @ bottleneck_BR[:, :, None])[:, :, 0]
     place_B1 = corrected_BK.argmax(dim=-1, keepdim=True)
     token_ids_B, best_B = candidates_BK.gather(-1, place_B1)[:, 0], corrected_BK.gather(-1, place_B1)[:, 0]
 
     slack = rounding_slack(codebook_VR.shape[1])
     length_B = torch.linalg.vector_norm(bottleneck_BR, dim=-1)
-    bounds_BV = base_logits_BV + codebook_norms_V * (length_B * (1 + 4 * slack))[:, None]
-    outside_B = bounds_BV.scatter(-1, candidates_BK, torch.finfo(torch.float32).min).amax(dim=-1)
-    could_be_B = outside_B + slack * outside_B.abs()
-    surely_is_B = best_B - slack * (best_B.abs() + 2 * codebook_norms_V[token_ids_B] * length_B)
-    uncertified_B = ~(could_be_B < surely_is_B)  # written so that NaN is uncertified
+    shared_B, shared_size_B = bottleneck_BR @ codebook_mean_R, torch.linalg.vector_norm(codebook_mean_R) * length_B
+    bounds_BV = base_logits_BV + deviations_V * (length_B * (1 + 4 * slack))[:, None]
+    bounds_BV = bounds_BV.scatter(-1, candidates_BK, torch.finfo(torch.float32).min)
+    could_be_BV = bounds_BV + slack * bounds_BV.abs()
+    surely_is_B = best_B - shared_B - slack * (best_B.abs() + 2 * deviations_V[token_ids_B] * length_B + 5 * shared_size_B)
+    could_win_BV = ~(could_be_BV < surely_is_B[:, None])  # written so that NaN could
+    uncertified_B = could_win_BV.any(dim=-1)
     if exact and uncertified_B.any():
-        token_ids_B, best_B = fused_logit_correction(base_logits_BV, hidden_projection_BR, state_projection_BR, codebook_VR)
+        others = could_win_BV.any(dim=0).nonzero()[:, 0]
+        others_best_B, place_B = (base_logits_BV[:, others] + bottleneck_BR @ codebook_VR[others].T).max(dim=-1)
+        wins_B = (others_best_B > best_B) | ((others_best_B == best_B) & (others[place_B] < token_ids_B))
+        token_ids_B, best_B = torch.where(wins_B, others[place_B], token_ids_B), torch.where(wins_B, others_best_B, best_B)
     return token_ids_B, best_B, uncertified_B
 
 
@@ -100,8 +114,10 @@ def rounding_slack(rank: int) -> float:
     Accuracy and Stability of Numerical Algorithms, section 3.1); that sum is at most |w_v| |m|.  Here n is the rank, one for
     the base logit, and some for SiLU.  Twice that also covers the second order and the few roundings of the bound itself.
 
-    To spare passes over the vocabulary, |base_v| is not added up token by token: it is at most |bound_v| + |w_v| |m|.  So a
-    bound x = base_v + (1 + 4 c) |w_v| |m| becomes x + c |x|, which rises with x and can wait until the largest is known; of the
-    4 c, 2 c pay for |base_v|, the rest for the norms, which are sums of squares with an error of (rank / 2 + 2) u each.
+    To spare passes over the vocabulary, |base_v| is not added up token by token.  With d = |w_v - a| |m|, it is at most |x| + d
+    for a bound x = base_v + (1 + 4 c) d, which becomes x + c |x|; that rises with x, so the largest x decides.  Of the 4 c, 2 c pay
+    for |base_v|, the rest for the deviations and |m|, which are roots of sums with an error of (rank / 2 + 2) u each.  And as
+    |w_v| |m| is at most d + |a| |m|, c |a| |m| is paid once for the outside token, twice for the pool's best, once for a m and once
+    for the rounding of w_v - a.
     """
     return (rank + 8) * 2.0**-23

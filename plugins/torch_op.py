@@ -28,13 +28,14 @@ def pooled_logit_correction(
     hidden_projection_BR: Tensor,
     state_projection_BR: Tensor,
     codebook_VR: Tensor,
-    codebook_norms_V: Tensor,
+    codebook_mean_R: Tensor,
+    deviations_V: Tensor,
     candidates_BK: Tensor,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.pooled_logit_correction`."""
     return reference.pooled_logit_correction(
-        base_logits_BV, hidden_projection_BR, state_projection_BR, codebook_VR, codebook_norms_V, candidates_BK, exact
+        base_logits_BV, hidden_projection_BR, state_projection_BR, codebook_VR, codebook_mean_R, deviations_V, candidates_BK, exact
     )
 
 
@@ -44,7 +45,8 @@ def _(
     hidden_projection_BR: Tensor,
     state_projection_BR: Tensor,
     codebook_VR: Tensor,
-    codebook_norms_V: Tensor,
+    codebook_mean_R: Tensor,
+    deviations_V: Tensor,
     candidates_BK: Tensor,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:

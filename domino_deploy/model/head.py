@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from domino_deploy.config import DrafterConfig
 from domino_deploy.model.draft_vocab import DraftVocab
-from domino_deploy.plugins.reference import candidates
+from domino_deploy.plugins.reference import candidates, deviations
 from domino_deploy.plugins.torch_op import fused_logit_correction, pooled_logit_correction
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidatePool:
-    """How many tokens per proposal the correction looks at, and whether it looks at all where these do not settle it."""
+    """How many tokens per proposal the correction looks at, and whether it looks at all that could beat the best of these."""
 
     size: int
     is_certified: bool = False
@@ -117,14 +117,14 @@ class DominoHead(nn.Module):
         state, token, drafted = self.initial_state(anchor_ids_B.shape[0]), anchor_ids_B, []
         projected_BNR = self.project_hidden(hidden_BNM)
         codebook = self.codebook_VR if vocab is None or vocab.codebook is None else vocab.codebook
-        norms = None if pool is None else torch.linalg.vector_norm(codebook.float(), dim=-1)
+        mean_and_deviations = None if pool is None else deviations(codebook)
         uncertified_B = torch.zeros_like(anchor_ids_B)
         for j in range(hidden_BNM.shape[1]):
             state = self.step(embed(token), state)
             base_BV = base_logits_BNV[:, j]
             if j < self.prefix_len:
                 token = base_BV.argmax(dim=-1)
-            elif pool is None or norms is None:
+            elif pool is None or mean_and_deviations is None:
                 token, _ = fused_logit_correction(base_BV, projected_BNR[:, j], self.project_state(state), codebook)
             else:
                 token, _, is_uncertified_B = pooled_logit_correction(
@@ -132,7 +132,7 @@ class DominoHead(nn.Module):
                     projected_BNR[:, j],
                     self.project_state(state),
                     codebook,
-                    norms,
+                    *mean_and_deviations,
                     candidates(base_BV, pool.size),
                     pool.is_certified,
                 )
