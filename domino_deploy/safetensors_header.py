@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked against the file itself; weights are never read.
+"""The header of a safetensors file: read and checked against the file itself, or made for a new one; weights are never read.
 
 Format: https://huggingface.co/docs/safetensors - eight bytes of header length, a JSON header, then the data, which the
 tensors must cover without hole or overlap.
@@ -6,6 +6,7 @@ tensors must cover without hole or overlap.
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
 }
+# The data of a new file start at a multiple of this, so that a mapped file suits vector loads; the format asks for 8.
+_DATA_ALIGNMENT = 64
 _MAX_RANK = 8
 _MAX_DIMENSION = 2**63 - 1
 _ADVICE = "The file is damaged or was not written by safetensors (a Git LFS pointer, a web page?): fetch or export it again."
@@ -44,6 +47,23 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+
+def header_for(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a new file, up to where the data start, and the place of each tensor in the file.
+
+    Args:
+        tensors: name -> dtype (as safetensors names it) and shape; the data follow in this order, without gaps.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * DTYPE_BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _DATA_ALIGNMENT)
+    begin = struct.pack("<Q", len(text)) + text
+    return begin, {name: len(begin) + header[name]["data_offsets"][0] for name in tensors}
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -16,6 +16,7 @@ from domino_deploy.precision import Dtype, Precision
 
 # Names of safetensors.
 DTYPES: Mapping[str, Dtype] = {"F32": Dtype.FLOAT32, "F16": Dtype.FLOAT16, "BF16": Dtype.BFLOAT16}
+SAFETENSORS: Mapping[Dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 # What int8 and int4 apply to: the matrices of the layers, and the drafter's feature projection.
 _MATRIX = re.compile(r"(model\.)?layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight|fc\.weight")

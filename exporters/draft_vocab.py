@@ -7,12 +7,11 @@ for each block; text is unchanged, since the target verifies with its whole LM h
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -26,11 +25,10 @@ from domino_deploy.exporters.stored import PIECE_VALUES, TORCH_DTYPES
 from domino_deploy.model.draft_vocab import CODEBOOK, LM_HEAD, TOKEN_IDS
 from domino_deploy.precision import Dtype
 from domino_deploy.runtime.text import Tokenizer
-from domino_deploy.safetensors_header import TensorEntry
+from domino_deploy.safetensors_header import TensorEntry, header_for
+from domino_deploy.stored_weights import SAFETENSORS
 
 _DRAFTER_CODEBOOK = "embed_proj.2.weight"
-_SAFETENSORS = {Dtype.FLOAT32: "F32", Dtype.FLOAT16: "F16", Dtype.BFLOAT16: "BF16"}
-_ALIGNMENT = 64  # as in weights.py: mapped data suit vector loads
 _FORM = 'an object with "prompt", "response" or "text" (strings), "messages" (objects with "content"), or "response_ids" (token ids)'
 
 
@@ -127,16 +125,18 @@ def write_draft_vocab(
         CheckpointError: a row that is not finite in `dtype`.
         RequestError: a quantised `dtype`.
     """
-    if dtype not in _SAFETENSORS:
+    if dtype not in SAFETENSORS:
         raise RequestError(
             f"Expected float32, float16 or bfloat16 for a draft vocabulary, found {dtype}. Its rows are few: store them in one of these."
         )
     matrices = {LM_HEAD: target.tensors[EMBEDDING if target.config.tie_word_embeddings else TARGET_LM_HEAD]}
     if drafter.config.kind is DrafterKind.DOMINO:
         matrices[CODEBOOK] = drafter.tensors[_DRAFTER_CODEBOOK]
-    kind, problems = _SAFETENSORS[dtype], []
+    kind, problems = SAFETENSORS[dtype], []
+    # The integers go first, so that everything behind them is aligned.
+    layout = {TOKEN_IDS: ("I64", (len(ids),)), **{name: (kind, (len(ids), entry.shape[1])) for name, entry in matrices.items()}}
     with file.open("wb") as output:
-        output.write(_header(matrices, len(ids), kind))
+        output.write(header_for(layout)[0])
         output.write(struct.pack(f"<{len(ids)}q", *ids))
         for entry in matrices.values():
             if not _write_rows(output, entry, ids, TORCH_DTYPES[kind]):
@@ -144,20 +144,6 @@ def write_draft_vocab(
     if problems:
         advice = "The checkpoint is damaged, or its weights need a wider type."
         raise CheckpointError(listed(f"Expected finite weights in {dtype}, found NaN or infinity in", problems, advice))
-
-
-def _header(matrices: dict[str, TensorEntry], count: int, kind: str) -> bytes:
-    """Length and header of the file; the integers go first, so that everything behind them is aligned."""
-    sizes: dict[str, tuple[str, list[int]]] = {TOKEN_IDS: ("I64", [count])}
-    sizes |= {name: (kind, [count, entry.shape[1]]) for name, entry in matrices.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in sizes.items():
-        start, end = end, end + math.prod(shape) * TORCH_DTYPES[dtype].itemsize
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
 
 
 def _write_rows(output: BinaryIO, entry: TensorEntry, ids: Sequence[int], dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from domino_deploy.errors import ExportError, RequestError, VerificationError
 from domino_deploy.exporters import verify as verification
 from domino_deploy.exporters.draft_vocab import write_draft_vocab
 from domino_deploy.exporters.onnx_from_backbone import onnx_from_backbone
-from domino_deploy.exporters.onnx_from_head import onnx_from_head
+from domino_deploy.exporters.onnx_from_head import check_candidate_pool, onnx_from_head
 from domino_deploy.exporters.onnx_from_target import onnx_from_target
 from domino_deploy.exporters.passes import check_signature
 from domino_deploy.exporters.placement import Placement
@@ -43,14 +43,6 @@ from domino_deploy.precision import Precision
 from domino_deploy.signature import GraphForm, backbone_signature, head_signature, target_signature
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """The two models' shapes."""
-
-    target: TargetConfig
-    drafter: DrafterConfig
 
 
 _LIBRARIES = ("onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch")
@@ -122,14 +114,14 @@ def export_bundle(
             bundle.TARGET_FOLDER: open_target(target, revision=target_revision),
             bundle.DRAFTER_FOLDER: open_drafter(drafter, revision=drafter_revision),
         }
-        pair = Pair(target=sources[bundle.TARGET_FOLDER].config, drafter=sources[bundle.DRAFTER_FOLDER].config)
-        pairing = check_pairing(pair.target, pair.drafter)
-        count = _speculation(options.num_speculative_tokens, pair.drafter)
-        form = _form(options, pair.drafter)
+        target_config, drafter_config = (source.config for source in sources.values())
+        pairing = check_pairing(target_config, drafter_config)
+        count = _speculation(options.num_speculative_tokens, drafter_config)
+        form = _form(options, drafter_config)
         _copy_text(sources[bundle.TARGET_FOLDER].folder, folder)
         progress("Placing the weights")
         stored = _place_weights(sources, folder, options)
-        graphs = _export_graphs(pair, stored, form, options, folder, progress)
+        graphs = _export_graphs(target_config, drafter_config, stored, form, options, folder, progress)
         progress("Hashing")
         manifest = Manifest(
             format_version=bundle.FORMAT_VERSION,
@@ -139,8 +131,8 @@ def export_bundle(
             form=form,
             certified_pool=options.certified_pool,
             sources={name: SourceEntry(source=source.source, revision=source.revision) for name, source in sources.items()},
-            target=pair.target,
-            drafter=pair.drafter,
+            target=target_config,
+            drafter=drafter_config,
             pairing=pairing,
             num_speculative_tokens=count,
             special_tokens=special_tokens(sources[bundle.TARGET_FOLDER].folder),
@@ -177,11 +169,13 @@ def _speculation(asked: int | None, drafter: DrafterConfig) -> int:
 
 def _form(options: ExportOptions, drafter: DrafterConfig) -> GraphForm:
     vocab = options.draft_vocab
-    return GraphForm(
+    form = GraphForm(
         dtype=str(options.precision.activations),
         draft_vocab_size=None if vocab is None else len(vocab),
         candidate_pool=options.candidate_pool,
     )
+    check_candidate_pool(drafter, form, options.certified_pool)
+    return form
 
 
 def _copy_text(source: Path, folder: Path) -> None:
@@ -219,9 +213,15 @@ def _copy_config(source: Checkpoint[Any], folder: Path, precision: Precision) ->
 
 
 def _export_graphs(
-    pair: Pair, stored: dict[str, Stored], form: GraphForm, options: ExportOptions, folder: Path, progress: Progress
+    target: TargetConfig,
+    drafter: DrafterConfig,
+    stored: dict[str, Stored],
+    form: GraphForm,
+    options: ExportOptions,
+    folder: Path,
+    progress: Progress,
 ) -> dict[str, GraphEntry]:
-    target, drafter, precision = pair.target, pair.drafter, options.precision
+    precision = options.precision
     signatures = {
         "target": target_signature(target, drafter.feature_size, form),
         "backbone": backbone_signature(drafter, form),

@@ -121,7 +121,7 @@ class _Typing:
         wanted = self._wanted(node, [value for _, value in floats])
         if node.op_type not in _MOVERS:
             for index, value in floats:
-                node.replace_input_with(index, self._as(value, wanted, node))
+                node.replace_input_with(index, self._as(value, wanted))
         if node.op_type == "Attention" and wanted is not ir.DataType.FLOAT:
             node.attributes["softmax_precision"] = ir.AttrInt64("softmax_precision", ir.DataType.FLOAT)
         for output in node.outputs:
@@ -143,7 +143,7 @@ class _Typing:
     def _type_of(self, value: ir.Value) -> ir.DataType | None:
         return self._types.get(value, value.dtype)
 
-    def _as(self, value: ir.Value, wanted: ir.DataType, before: ir.Node) -> ir.Value:
+    def _as(self, value: ir.Value, wanted: ir.DataType) -> ir.Value:
         """The value in a type, cast once; the cast stands behind what makes the value, since later nodes share it."""
         if self._type_of(value) is wanted:
             return value

@@ -29,6 +29,7 @@ from domino_deploy.exporters.verify_tolerances import Tolerances
 from domino_deploy.model.draft_vocab import DraftVocab, draft_vocab_of
 from domino_deploy.model.drafter import DrafterModel
 from domino_deploy.model.head import CandidatePool
+from domino_deploy.model.loading import TORCH_DTYPES
 from domino_deploy.model.target import TargetModel
 from domino_deploy.precision import Dtype
 from domino_deploy.runtime.backends.ort_graph import open_graph, run_graph
@@ -39,8 +40,6 @@ __all__ = ["Tolerances", "VerificationLine", "VerificationReport", "compare", "v
 
 Progress = Callable[[str], None]
 Models = tuple[TargetModel, DrafterModel]
-
-_TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,7 @@ def _reference(bundle: Bundle, models: Models | None, num_layers: int | None) ->
         target, drafter = verify_layers.load_truncated(bundle, num_layers)
     else:
         target, drafter = models or load_stored(bundle)
-    activations, pool = _TORCH_DTYPES[bundle.precision.activations], bundle.form.candidate_pool
+    activations, pool = TORCH_DTYPES[bundle.precision.activations], bundle.form.candidate_pool
     if models is not None and activations is not torch.float32:
         for parameter in (*target.parameters(), *drafter.parameters()):  # one at a time, in place
             parameter.data = parameter.data.to(activations).float()

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,11 +27,10 @@ from domino_deploy.exporters.placement import FilePlan, Placement, file_plans
 from domino_deploy.exporters.quantisation import quantise
 from domino_deploy.exporters.stored import SCALES, TORCH_DTYPES, ZERO_POINTS, Stored, rows_of, stored_tensors, tied_name
 from domino_deploy.precision import Dtype, Precision
-from domino_deploy.safetensors_header import TensorEntry
-from domino_deploy.stored_weights import blocks_of
+from domino_deploy.safetensors_header import TensorEntry, header_for
+from domino_deploy.stored_weights import SAFETENSORS, blocks_of
 
 _REPORT = "Please report this fault of the exporter."
-_SAFETENSORS = {Dtype.FLOAT32: "F32", Dtype.FLOAT16: "F16", Dtype.BFLOAT16: "BF16"}
 _ONNX_DTYPES = {
     "F32": ir.DataType.FLOAT,
     "F16": ir.DataType.FLOAT16,
@@ -40,8 +38,6 @@ _ONNX_DTYPES = {
     "U8": ir.DataType.UINT8,
     "I64": ir.DataType.INT64,
 }
-# The header's length is a multiple of this, so that the data of a mapped file suits vector loads; safetensors asks for 8.
-_ALIGNMENT = 64
 _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP)
 
 
@@ -128,33 +124,24 @@ def _place(source: Path, file: Path, placement: Placement) -> None:
 
 def _convert(plan: FilePlan, file: Path, precision: Precision) -> list[str]:
     """A new safetensors file with the plan's tensors in their types; returns their names in it."""
-    header = _header(plan, precision)
-    text = json.dumps({"__metadata__": {"format": "pt"}} | header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    start, problems = 8 + len(text), []
+    layout = {
+        full: _part_layout(part, entry.shape, dtype, precision)
+        for name, (entry, dtype) in plan.tensors.items()
+        for part, full in _parts(name, dtype, precision)
+    }
+    begin, places = header_for(layout)
+    problems = []
     with file.open("wb") as output:
-        output.write(struct.pack("<Q", len(text)) + text)
+        output.write(begin)
         for name, (entry, dtype) in plan.tensors.items():
-            places = {end: start + header[full]["data_offsets"][0] for end, full in _parts(name, dtype, precision)}
-            if not _write_tensor(output, entry, dtype, precision, places):
+            if not _write_tensor(output, entry, dtype, precision, {part: places[full] for part, full in _parts(name, dtype, precision)}):
                 problems.append(name)
     if problems:
         advice = "The checkpoint is damaged, or its weights need a wider type."
         raise CheckpointError(
             listed(f"{plan.source}: expected finite weights in the types asked for, found NaN or infinity in", problems, advice)
         )
-    return list(header)
-
-
-def _header(plan: FilePlan, precision: Precision) -> dict[str, dict[str, Any]]:
-    header: dict[str, dict[str, Any]] = {}
-    end = 0
-    for name, (entry, dtype) in plan.tensors.items():
-        for part, full in _parts(name, dtype, precision):
-            kind, shape = _part_layout(part, entry.shape, dtype, precision)
-            start, end = end, end + math.prod(shape) * TORCH_DTYPES[kind].itemsize
-            header[full] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
-    return header
+    return list(layout)
 
 
 def _parts(name: str, dtype: Dtype, precision: Precision) -> list[tuple[str, str]]:
@@ -167,7 +154,7 @@ def _parts(name: str, dtype: Dtype, precision: Precision) -> list[tuple[str, str
 
 def _part_layout(part: str, shape: tuple[int, ...], dtype: Dtype, precision: Precision) -> tuple[str, tuple[int, ...]]:
     if part == "":
-        return _SAFETENSORS[dtype], shape
+        return SAFETENSORS[dtype], shape
     blocks, block_bytes, zero_bytes = blocks_of(shape[1], dtype.bits, precision.block_size)
     if part == SCALES:
         return "F32", (shape[0], blocks)
@@ -184,7 +171,7 @@ def _write_tensor(output: BinaryIO, entry: TensorEntry, dtype: Dtype, precision:
             found = quantise(rows, dtype.bits, precision.block_size, symmetric=precision.symmetric)
             parts: dict[str, Tensor | None] = {str(dtype): found.packed, SCALES: found.scales, ZERO_POINTS: found.zero_points}
         else:
-            parts = {"": piece.to(TORCH_DTYPES[_SAFETENSORS[dtype]])}
+            parts = {"": piece.to(TORCH_DTYPES[SAFETENSORS[dtype]])}
             is_finite = is_finite and bool(torch.isfinite(parts[""]).all())  # type: ignore[arg-type]  # there is one
         for end, part in parts.items():
             if part is not None:

@@ -2,7 +2,7 @@
 
     python scripts/bench_precision.py REFERENCE_BUNDLE BUNDLE... [--prompts-per-kind 4] [--max-new-tokens 64]
 
-Texts are held-out prompts (`domino-deploy bench --list`'s kinds) and the responses that the reference bundle gives to them,
+Texts are held-out prompts (all kinds of `domino-deploy bench`) and the responses that the reference bundle gives to them,
 greedily.  Agreement: share of response positions at which a bundle's most likely token is the reference's; perplexity: of a bundle on
 prompts and responses.  Losslessness: a bundle's speculative output against its own plain decoding.
 """

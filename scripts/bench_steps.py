@@ -48,7 +48,7 @@ def main(bundle: Path, *, context: int, repeats: int, threads: int | None) -> No
             drafts.append(proposal.draft_ms)
             heads.append(proposal.head_ms)
             uncertified.append(getattr(proposal, "uncertified", 0))
-        memory |= {"peak_mb": _memory("VmHWM"), "peak_without_mapped_files_mb": _memory("RssAnon")}
+        memory |= {"peak_mb": _memory("VmHWM"), "after_steps_without_mapped_files_mb": _memory("RssAnon")}
         figures = {
             "precision": session.bundle.precision.name,
             "candidate_pool": session.bundle.form.candidate_pool,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +24,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from domino_deploy.checkpoint_config import target_config
 from domino_deploy.checkpoint_drafter import default_target_layer_ids, drafter_config, has_room_for_taps
 from domino_deploy.checkpoint_tensors import Shapes, expected_drafter_tensors, expected_target_tensors
+from domino_deploy.safetensors_header import header_for
 
 # Widths of https://huggingface.co/Qwen/Qwen3-4B and Qwen3-8B; everything else is the same in both.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -187,15 +187,8 @@ def _decoder_json(num_layers: int) -> dict[str, Any]:
 
 
 def _write_shard(stream: BinaryIO, shapes: Shapes, noise: np.ndarray, seeds: np.random.Generator) -> None:
-    """One safetensors file (https://huggingface.co/docs/safetensors): length of the header, header, tensors one after the other."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + _nbytes({name: shape})
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    stream.write(struct.pack("<Q", len(text)) + text)
+    """One safetensors file."""
+    stream.write(header_for({name: ("BF16", shape) for name, shape in shapes.items()})[0])
     for shape in shapes.values():
         if len(shape) == 1:  # a norm: no shape here has biases
             stream.write(np.full(shape, _BF16_ONE, dtype="<u2").tobytes())

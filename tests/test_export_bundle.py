@@ -39,7 +39,9 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 def without_graphs(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the exporter, which takes seconds: the tiny bundle's graphs fit every pair of the default shape."""
 
-    def copied(pair: object, stored: object, form: object, options: object, folder: Path, progress: object) -> dict[str, object]:
+    def copied(
+        target: object, drafter: object, stored: object, form: object, options: object, folder: Path, progress: object
+    ) -> dict[str, object]:
         for name in ("target.onnx", "backbone.onnx", "head.onnx"):
             shutil.copyfile(tiny_bundle / name, folder / name)
         return dict(open_bundle(tiny_bundle).manifest.graphs)

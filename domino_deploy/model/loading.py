@@ -14,6 +14,10 @@ from domino_deploy.errors import CheckpointError, listed
 from domino_deploy.model import rope
 from domino_deploy.model.drafter import DrafterModel
 from domino_deploy.model.target import TargetModel
+from domino_deploy.precision import Dtype
+
+# The floating precisions.
+TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
 
 
 def load_target(checkpoint: Checkpoint[TargetConfig], tapped_layers: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> TargetModel:

@@ -16,9 +16,8 @@ from domino_deploy.bundle import DRAFTER_FOLDER, TARGET_FOLDER, Bundle
 from domino_deploy.checkpoint import open_drafter, open_target
 from domino_deploy.errors import RequestError
 from domino_deploy.model.drafter import DrafterModel
-from domino_deploy.model.loading import load_drafter, load_target
+from domino_deploy.model.loading import TORCH_DTYPES, load_drafter, load_target
 from domino_deploy.model.target import TargetModel
-from domino_deploy.precision import Dtype
 from domino_deploy.runtime.kv_cache import BoolArray, CacheRows, block_mask, causal_mask, sliding_block_mask
 from domino_deploy.runtime.protocols import FloatArray, IntArray, Proposal, TargetRows
 
@@ -45,13 +44,10 @@ def open_pair(
         )
     if threads is not None:
         torch.set_num_threads(threads)
-    dtype = _DTYPES[bundle.precision.activations]
+    dtype = TORCH_DTYPES[bundle.precision.activations]
     target = load_target(open_target(bundle.path / TARGET_FOLDER), tapped_layers=bundle.drafter.target_layer_ids, dtype=dtype)
     drafter = load_drafter(open_drafter(bundle.path / DRAFTER_FOLDER), dtype=dtype) if with_drafter else None
     return EagerTarget(target, capacity), None if drafter is None else EagerDrafter(drafter, target, capacity)
-
-
-_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
 
 
 class EagerTarget:

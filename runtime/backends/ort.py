@@ -318,6 +318,7 @@ def _options(threads: int | None) -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or 0  # 0: one per physical core
     options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors: it warns of optimisations that it leaves out, such as turning a large LM head at once
     # Threads wait for the next operator by spinning, which is ONNX Runtime's default; but not beyond the pass, since the
     # sessions of target, backbone and head take turns and would take each other's cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
