@@ -20,8 +20,8 @@ from domino_deploy.precision import Dtype, Precision
 from domino_deploy.signature import GraphSignature
 
 _MICROSOFT = "com.microsoft"
-# Activations are rounded to 8 bits in blocks, and products are sums of integers.  Four times as fast as float32 products with 4 bit weights
-# and 200 times with 8 bit (4096 x 2560, one row, AVX-512 VNNI); relative error 5e-3 to 8e-3 against 2e-6.
+# Activations are rounded to 8 bits in blocks, and products are sums of integers: several times as fast as exact products with 4 bits,
+# and with 8 bits the only form that is fast at all, at a relative error below 1e-2 (scripts/bench_products.py).
 _INTEGER_PRODUCTS = 4
 
 _DATA_TYPES = {Dtype.FLOAT32: ir.DataType.FLOAT, Dtype.FLOAT16: ir.DataType.FLOAT16, Dtype.BFLOAT16: ir.DataType.BFLOAT16}

@@ -71,6 +71,7 @@ def test_a_plan_says_what_would_be_linked_and_writes_nothing(pair: tuple[str, ..
     ("flags", "fragment"),
     [
         (("--draft-vocab", "30"), "Expected --draft-vocab-from beside --draft-vocab"),
+        (("--draft-vocab", "30", "--draft-vocab-from", "nowhere.txt"), "nowhere.txt"),
         (("--candidate-pool", "1000"), "300"),
         (("--certified-pool",), "candidate"),
         (("--dtype", "float16", "--drafter-dtype", "int8"), "one floating type"),

@@ -48,7 +48,7 @@ _DTYPES = [str(dtype) for dtype in Dtype]
 )
 @click.option(
     "--draft-vocab-from",
-    type=click.Path(path_type=Path, exists=True),
+    type=click.Path(path_type=Path),
     metavar="FILE",
     help="Text, JSON lines or a work folder of regenerate whose tokens are counted; or, without SIZE, a JSON list of token ids.",
 )
