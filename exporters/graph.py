@@ -103,11 +103,19 @@ def _exported(module: nn.Module, example: tuple[Tensor, ...], signature: GraphSi
             verbose=False,
         )
     except torch.onnx.OnnxExporterError as error:
+        if (refusal := _refusal(error)) is not None:
+            raise refusal from None
         raise ExportError(
             f"{type(module).__name__}: expected an exportable module, found: {error} Check the versions of torch and onnxscript."
         ) from error
     assert program is not None, "the dynamo exporter always returns a program"
     return program.model
+
+
+def _refusal(error: BaseException) -> ExportError | None:
+    """What a translation refused by name, out of the layers that the exporter wraps around it."""
+    cause = error.__cause__
+    return cause if cause is None or isinstance(cause, ExportError) else _refusal(cause)
 
 
 def _example(shape: tuple[int | str, ...], dtype: str, sizes: dict[str, int]) -> Tensor:

@@ -75,7 +75,7 @@ def name_dimensions(model: ir.Model, names: Mapping[str, str]) -> None:
 def add_correction_function(model: ir.Model) -> None:
     """Afterwards: the model holds the body of each logit correction that it uses, for runtimes without the plugin."""
     used = {node.op_identifier() for node in model.graph.all_nodes()}
-    for body in (correction_bodies.fused_correction, correction_bodies.pooled_correction):
+    for body in correction_bodies.BODIES:
         function = body(model.opset_imports[""])
         if function.identifier() in used:
             model.functions[function.identifier()] = function

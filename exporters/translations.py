@@ -35,6 +35,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.domino.rotary_embedding.default: _rotary_embedding,
         torch.ops.domino.cache_update.default: _cache_update,
         torch.ops.domino.fused_logit_correction.default: _fused_logit_correction,
+        torch.ops.domino.top_k_logit_correction.default: _top_k_logit_correction,
         torch.ops.domino.pooled_logit_correction.default: _pooled_logit_correction,
     }
 
@@ -86,6 +87,20 @@ def _fused_logit_correction(
     return node(base_logits, hidden_projection, state_projection, codebook, **{op.NAMESPACE_ATTRIBUTE: op.DOMAIN})
 
 
+def _top_k_logit_correction(
+    base_logits: FLOAT, hidden_projection: FLOAT, state_projection: FLOAT, codebook: FLOAT, k: int
+) -> tuple[INT64, FLOAT, FLOAT]:
+    vocab_size = codebook.shape[0]
+    is_small = isinstance(vocab_size, int) and vocab_size < op.MAX_TOP_K
+    most, reason = (vocab_size, "the vocabulary's size") if is_small else (op.MAX_TOP_K, "the most that TensorRT can build")
+    if not 1 <= k <= most:
+        raise ExportError(f"top-k correction: expected k from 1 to {most}, {reason}, found {k}. Choose a k in that range.")
+    schema = _correction_schema(op.TOP_K_NAME, op.INPUTS, op.TOP_K_OUTPUTS, op.K_ATTRIBUTE)
+    node = values.Op(values.Opset(op.DOMAIN, op.DOMAIN_OPSET), op.TOP_K_NAME, schema)
+    attributes = {op.NAMESPACE_ATTRIBUTE: op.DOMAIN, op.K_ATTRIBUTE: k}
+    return node(base_logits, hidden_projection, state_projection, codebook, **attributes)
+
+
 def _pooled_logit_correction(
     base_logits: FLOAT,
     hidden_projection: FLOAT,
@@ -106,7 +121,7 @@ def _pooled_logit_correction(
 _TYPES = {"token_ids": "I", "candidates": "I", "uncertified": "B"}
 
 
-def _correction_schema(name: str, inputs: Sequence[str], outputs: Sequence[str], *flags: str) -> onnx.defs.OpSchema:
+def _correction_schema(name: str, inputs: Sequence[str], outputs: Sequence[str], *numbers: str) -> onnx.defs.OpSchema:
     parameter, attribute, kinds = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute, onnx.defs.OpSchema.AttrType
     floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
     return onnx.defs.OpSchema(
@@ -118,6 +133,6 @@ def _correction_schema(name: str, inputs: Sequence[str], outputs: Sequence[str],
         type_constraints=[("T", floats, ""), ("I", ["tensor(int64)"], ""), ("B", ["tensor(bool)"], "")],
         attributes=[
             attribute(op.NAMESPACE_ATTRIBUTE, kinds.STRING, "where the plugin is registered", required=True),
-            *(attribute(flag, kinds.INT, "0 or 1", required=True) for flag in flags),
+            *(attribute(number, kinds.INT, "see plugins/op.py", required=True) for number in numbers),
         ],
     )

@@ -1,6 +1,6 @@
-"""The fused logit correction in plain PyTorch: the truth that every other form is compared with.
+"""The logit correction in plain PyTorch: the truth that every other form is compared with.
 
-Shape legend: B batch, R rank, V vocabulary, K candidates.
+Shape legend: B batch, R rank, V vocabulary, K candidates, T tiles of the vocabulary.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from domino_deploy.errors import RequestError
+from domino_deploy.plugins import op
 
 
 def corrected_logits(base_logits: Tensor, hidden_projection: Tensor, state_projection: Tensor, codebook_VR: Tensor) -> Tensor:
@@ -35,6 +38,47 @@ def fused_logit_correction(
     corrected_BV = corrected_logits(base_logits_BV, hidden_projection_BR, state_projection_BR, codebook_VR)
     token_ids_B = corrected_BV.argmax(dim=-1)
     return token_ids_B, torch.gather(corrected_BV, -1, token_ids_B[:, None])[:, 0]
+
+
+def top_k_logit_correction(
+    base_logits_BV: Tensor, hidden_projection_BR: Tensor, state_projection_BR: Tensor, codebook_VR: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k best tokens of each row, all in fp32.
+
+    NaN counts as more than any number, so a row that holds one says so: NaN comes first, and its log-probabilities are all NaN.
+
+    Returns:
+        token_ids [B, K], int64: by corrected logit, falling, ties to the lowest id.
+        corrected_logits [B, K]: theirs, float32.
+        log_probs [B, K]: their log-softmax over the whole vocabulary, float32.
+
+    Raises:
+        RequestError: k is not in 1..V.
+    """
+    vocab_size = base_logits_BV.shape[-1]
+    if not 1 <= k <= vocab_size:
+        raise RequestError(f"Top-k correction: expected k from 1 to the vocabulary's {vocab_size}, found {k}. Choose a k in that range.")
+    corrected_BV = corrected_logits(base_logits_BV.float(), hidden_projection_BR, state_projection_BR, codebook_VR)
+    token_ids_BK = torch.sort(corrected_BV, dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
+    log_probs_BV = F.log_softmax(corrected_BV, dim=-1)
+    return token_ids_BK, corrected_BV.gather(-1, token_ids_BK), log_probs_BV.gather(-1, token_ids_BK)
+
+
+def logit_correction_tiles(
+    base_logits_BV: Tensor, hidden_projection_BR: Tensor, state_projection_BR: Tensor, codebook_VR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The best token of each tile of `op.TILE_SIZE` tokens, in fp32; the best of these is the token of `fused_logit_correction`.
+
+    NaN counts as more than any number.
+
+    Returns:
+        tile_values [B, T], float32: the highest corrected logit of the tile.
+        tile_ids [B, T], int32: its token, counted in the whole vocabulary, ties to the lowest id.
+    """
+    corrected_BV = corrected_logits(base_logits_BV.float(), hidden_projection_BR, state_projection_BR, codebook_VR)
+    best = [tile.max(dim=-1) for tile in corrected_BV.split(op.TILE_SIZE, dim=-1)]
+    ids = [tile.indices + number * op.TILE_SIZE for number, tile in enumerate(best)]
+    return torch.stack([tile.values for tile in best], dim=-1), torch.stack(ids, dim=-1).to(torch.int32)
 
 
 def candidates(base_logits: Tensor, size: int) -> Tensor:

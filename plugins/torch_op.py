@@ -1,4 +1,4 @@
-"""`torch.ops.domino.{fused,pooled}_logit_correction`: the references as torch.library operators, one node in an exported graph."""
+"""`torch.ops.domino.{fused,top_k,pooled}_logit_correction`: the references as torch.library operators, one node in an exported graph."""
 
 from __future__ import annotations
 
@@ -20,6 +20,29 @@ def fused_logit_correction(
 def _(base_logits_BV: Tensor, hidden_projection_BR: Tensor, state_projection_BR: Tensor, codebook_VR: Tensor) -> tuple[Tensor, Tensor]:
     rows = base_logits_BV.shape[0]
     return base_logits_BV.new_empty(rows, dtype=torch.int64), base_logits_BV.new_empty(rows)
+
+
+@torch.library.custom_op("domino::top_k_logit_correction", mutates_args=())
+def top_k_logit_correction(
+    base_logits_BV: Tensor, hidden_projection_BR: Tensor, state_projection_BR: Tensor, codebook_VR: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.top_k_logit_correction`.
+
+    A graph can hold it for k up to `op.MAX_TOP_K` only, the most that TensorRT builds: exporting a larger k is an error.
+    """
+    return reference.top_k_logit_correction(base_logits_BV, hidden_projection_BR, state_projection_BR, codebook_VR, k)
+
+
+@top_k_logit_correction.register_fake
+def _(
+    base_logits_BV: Tensor, hidden_projection_BR: Tensor, state_projection_BR: Tensor, codebook_VR: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (base_logits_BV.shape[0], k)
+    return (
+        base_logits_BV.new_empty(shape, dtype=torch.int64),
+        base_logits_BV.new_empty(shape, dtype=torch.float32),
+        base_logits_BV.new_empty(shape, dtype=torch.float32),
+    )
 
 
 @torch.library.custom_op("domino::pooled_logit_correction", mutates_args=())

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
-import onnx
-import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from domino_deploy.exporters.graph import export_graph
-from domino_deploy.exporters.passes import add_correction_function
 from domino_deploy.plugins import op
 from domino_deploy.plugins.reference import corrected_logits, fused_logit_correction
 from domino_deploy.plugins.torch_op import fused_logit_correction as operator
-from domino_deploy.signature import GraphSignature, TensorSpec
+from tests.support.corrections import BATCH, exported, operands, run, session
 
 # Largest difference to the formula in fp64, per dtype of the base logits, for logits of magnitude up to 10.  fp16 and bf16
 # round the result once, at a spacing of 2**-7 and 2**-4 just below 16.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 
 SIZES = [(1, 1, 1), (1, 7, 3), (3, 300, 8), (2, 1001, 63), (5, 64, 256)]
-
-
-def operands(batch: int, vocab: int, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, ...]:
-    """Base logits [B, V], z [B, R], s [B, R], codebook [V, R]."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((batch, vocab), (batch, rank), (batch, rank), (vocab, rank))
-    scales = (2.0, 1.0, 1.0, rank**-0.5)
-    return tuple((torch.randn(shape, generator=generator) * scale).to(dtype) for shape, scale in zip(shapes, scales, strict=True))
 
 
 def formula(base: Tensor, hidden: Tensor, state: Tensor, codebook: Tensor) -> list[list[float]]:
@@ -50,33 +37,10 @@ def formula(base: Tensor, hidden: Tensor, state: Tensor, codebook: Tensor) -> li
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> onnxruntime.InferenceSession:
     """The operator as it stands in an exported graph, with symbolic sizes, run by ONNX Runtime."""
-
-    class Correction(nn.Module):
-        def forward(self, base: Tensor, hidden: Tensor, state: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-            return operator(base, hidden, state, codebook)
-
-    def spec(name: str, *shape: int | str, dtype: str = "float32") -> TensorSpec:
-        return TensorSpec(name=name, dtype=dtype, shape=shape, meaning="")
-
-    # The names of symbolic sizes are those that signature.py has; here they merely have to differ.
-    batch, vocab, rank = "batch", "capacity", "rows"
-    signature = GraphSignature(
-        inputs=tuple(
-            spec(name, *shape) for name, shape in zip(op.INPUTS, ((batch, vocab), (batch, rank), (batch, rank), (vocab, rank)), strict=True)
-        ),
-        outputs=(spec(op.OUTPUTS[0], batch, dtype="int64"), spec(op.OUTPUTS[1], batch)),
-    )
-    model = export_graph(Correction, signature)
-    add_correction_function(model)
+    token_ids, best = op.OUTPUTS
+    model = exported(operator, {token_ids: ("int64", (BATCH,)), best: ("float32", (BATCH,))})
     assert [(node.domain, node.op_type) for node in model.graph] == [(op.DOMAIN, op.NAME)]
-    file: Path = tmp_path_factory.mktemp("node") / "node.onnx"
-    ir.save(model, file)
-    onnx.checker.check_model(str(file), full_check=True)
-    return onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-
-
-def run(node: onnxruntime.InferenceSession, tensors: tuple[Tensor, ...]) -> tuple[np.ndarray, np.ndarray]:
-    return tuple(node.run(list(op.OUTPUTS), {name: tensor.numpy() for name, tensor in zip(op.INPUTS, tensors, strict=True)}))
+    return session(model, tmp_path_factory.mktemp("node"))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -137,3 +101,9 @@ def test_identity_is_what_exported_bundles_carry() -> None:
     assert op.NAMESPACE_ATTRIBUTE == "plugin_namespace"
     assert op.INPUTS == ("base_logits", "hidden_projection", "state_projection", "codebook")
     assert op.OUTPUTS == ("token_ids", "corrected_logits")
+    assert ("TopKLogitCorrection", "k", (*op.OUTPUTS, "log_probs")) == (op.TOP_K_NAME, op.K_ATTRIBUTE, op.TOP_K_OUTPUTS)
+    assert (op.TILES_NAME, op.TILES_OUTPUTS) == ("LogitCorrectionTiles", ("tile_values", "tile_ids"))
+
+
+def test_operator_keeps_the_contract_of_torch_library() -> None:
+    torch.library.opcheck(operator, operands(3, 40, 8))

@@ -94,6 +94,11 @@ def winner_outside(tensors: tuple[Tensor, ...]) -> Tensor:
     return ~(tensors[-1] == tokens[:, None]).any(dim=-1)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_operator_keeps_the_contract_of_torch_library(exact: bool) -> None:
+    torch.library.opcheck(operator, (*with_pool(operands(0), 5), exact))
+
+
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
