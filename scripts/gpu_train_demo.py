@@ -44,7 +44,7 @@ def prepare(folder: Path, target: str, prompts: Path | None, call_bytes: int = C
     from domino_deploy.runtime.text import Tokenizer
     from domino_deploy.training.prompt_file import read_conversations, tokenise
 
-    tree = _tree_bytes()
+    tree = tree_bytes()
     piece_bytes = min(LARGEST_PIECE, call_bytes - tree - MIB)
     if piece_bytes < SMALLEST_PIECE:
         raise SystemExit(
@@ -70,13 +70,7 @@ def prepare(folder: Path, target: str, prompts: Path | None, call_bytes: int = C
     else:
         files |= {f"target/{path.name}": path for path in sorted(source.iterdir()) if path.suffix in (".json", ".safetensors")}
     made = pieces.cut(files, folder, "inputs", piece_bytes)
-    manifest = folder / "inputs.json"
-    for number, piece in enumerate(made):
-        carried = folder / f"carry-{number}"
-        carried.mkdir()
-        shutil.copyfile(manifest, carried / manifest.name)
-        piece.rename(carried / piece.name)
-    manifest.unlink()
+    pieces.spread(made, folder / "inputs.json")
     lines = [f"{len(found)} prompts; the working tree is {tree / MIB:.1f} MiB of each call's {call_bytes / MIB:.0f} MiB"]
     return lines + calls(folder, len(made))
 
@@ -201,7 +195,7 @@ def collect(brought: Path, folder: Path, target: str) -> None:
     print(f"{bundle.path}: exported and verified against PyTorch")
 
 
-def _tree_bytes() -> int:
+def tree_bytes() -> int:
     """What travels with every call: files that git tracks or does not ignore, and a folder shared/."""
     listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True).stdout
     paths = {ROOT / name for name in listed.decode().split("\0") if name} | set((ROOT / "shared").rglob("*"))

@@ -66,6 +66,17 @@ def cut(files: Mapping[str, Path], folder: Path, name: str, piece_bytes: int) ->
     return [folder / piece for piece in names]
 
 
+def spread(made: Sequence[Path], manifest: Path) -> list[Path]:
+    """Move the pieces of `cut`, each with the manifest, into folders carry-0, carry-1, ... beside them; returns these."""
+    folders = [manifest.with_name(f"carry-{number}") for number in range(len(made))]
+    for piece, carried in zip(made, folders, strict=True):
+        carried.mkdir()
+        shutil.copyfile(manifest, carried / manifest.name)
+        piece.rename(carried / piece.name)
+    manifest.unlink()
+    return folders
+
+
 def missing(folder: Path, name: str) -> list[str]:
     """Pieces of the archive that are not anywhere under `folder` yet.
 

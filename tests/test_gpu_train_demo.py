@@ -221,7 +221,7 @@ def write_inputs(folder, target_folder, demo, call_bytes):
 
 @pytest.fixture
 def prepared(tmp_path, target_folder, demo, monkeypatch):
-    monkeypatch.setattr(demo, "_tree_bytes", lambda: 0)
+    monkeypatch.setattr(demo, "tree_bytes", lambda: 0)
     monkeypatch.setattr(demo, "SMALLEST_PIECE", 0)
     told = write_inputs(tmp_path, target_folder, demo, demo.MIB + 120_000)
     return tmp_path, told
