@@ -8,9 +8,9 @@ from typing import Any
 
 from domino_deploy.errors import ExportError, listed
 
-# The oldest PTX that knows the target, so that the oldest driver that knows the GPU takes it (PTX ISA, "Release history": sm_90 and
-# sm_90a with 8.0, sm_100a with 8.6, sm_120a with 8.7).
-_PTX_VERSIONS = {80: 80, 86: 80, 89: 80, 90: 80, 100: 86, 120: 87}
+# The oldest PTX that knows the target, so that the oldest driver that knows the GPU takes it (PTX ISA, "Release history": sm_90a with 8.0,
+# sm_100a with 8.6, sm_120a with 8.7, sm_103a and sm_121a with 8.8, sm_110a with 9.0).  LLVM ends the whole process over an older one.
+_PTX_VERSIONS = {80: 80, 86: 80, 89: 80, 90: 80, 100: 86, 103: 88, 110: 90, 120: 87, 121: 88}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """`domino::FusedLogitCorrection` for TensorRT and TensorRT-RTX: an IPluginV3 in Python that launches the two Triton kernels.
 
 The kernels are compiled when the engine is built and travel in the plugin's serialised fields; running needs this module and
-`cuda-bindings`, and no Triton.  The C++ form (plugins/csrc) has the same name, version and results and needs no Python: either can run
-the other's engines, except that this one finds no kernels in an engine that was built with the C++ form.
+`cuda-bindings`, and no Triton.  The C++ form (plugins/csrc) has the same name and version and needs no Python; it takes what this one
+serialises, while this one finds no kernels in an engine that was built with the C++ form.
 
 Shape legend: B batch, R rank, V vocabulary.
 """
@@ -136,7 +136,8 @@ def _plugin_class(trt: Any) -> Any:
             return self.clone()
 
         def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            pass  # nothing depends on the batch size but the launch
+            with self._told_to_the_log():  # sizes that were open when the network was made: the kernels read as far as they tell them
+                check_shapes([list(found.dims) for found in inputs])
 
         def enqueue(
             self,
@@ -152,7 +153,8 @@ def _plugin_class(trt: Any) -> Any:
                 with self._told_to_the_log():
                     self._loaded = LoadedCorrection(self._kernels)
             batch, vocab_size = input_desc[0].dims
-            self._loaded.launch(inputs, outputs, workspace, batch, vocab_size, input_desc[3].dims[1], stream)
+            with self._told_to_the_log():
+                self._loaded.launch(inputs, outputs, workspace, batch, vocab_size, input_desc[3].dims[1], stream)
 
         @contextlib.contextmanager
         def _told_to_the_log(self) -> Iterator[None]:

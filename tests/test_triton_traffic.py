@@ -1,5 +1,8 @@
 """Bytes and launches of a rollout, by hand and as the documentation has them; and block sizes that the kernels can take."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,16 @@ def test_block_sizes_are_what_the_kernels_can_take(tuning):
 @pytest.mark.parametrize(("batch", "block"), [(1, 1), (2, 16), (16, 16), (17, 32), (32, 32)])
 def test_block_of_the_batch(batch, block):
     assert triton_tuning.batch_block(batch) == block
+
+
+def test_contenders_of_a_pair_are_counted(tiny_bundle):
+    script = Path(__file__).parents[1] / "scripts" / "bench_contenders.py"
+    checkpoints = [str(tiny_bundle.parent / name) for name in ("drafter", "target")]
+    flags = ["--prompts-per-kind", "1", "--max-new-tokens", "6"]
+    done = subprocess.run([sys.executable, str(script), *checkpoints, *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["int8"]["corrections"] == found["pool"]["corrections"] > 0
+    for way in ("int8", "pool"):
+        assert 1 <= found[way]["median"] <= found[way]["most"] <= found["vocabulary"]
+    assert found["int8"]["mean"] < found["pool"]["mean"]

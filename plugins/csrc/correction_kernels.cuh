@@ -72,7 +72,7 @@ __device__ inline Candidate bestOfBlock(Candidate mine, Candidate* perWarp) {
 }
 
 // Bytes of dynamic shared memory of a block of `correctionTiles`.
-inline size_t tileSharedBytes(int32_t rank) {
+constexpr size_t tileSharedBytes(int32_t rank) {
     return sizeof(Candidate) * (kTileThreads / kWarpSize) + sizeof(float) * static_cast<size_t>(rank);
 }
 

@@ -25,9 +25,9 @@ struct FusedCorrection {
     float* correctedLogits;         // [B]
 };
 
-// The bottleneck of a row lies in shared memory, of which a kernel has 48 KiB without asking for more.
+// The bottleneck of a row lies in shared memory, of which a kernel has 48 KiB without asking for more; 256 bytes are left for the rest.
 constexpr int32_t kMaxRank = 12 * 1024 - 64;
-// Tiles lie along the grid's second dimension, which is limited to 65535 blocks.
+// Tiles of 128 rows lie along the grid's second dimension, which is limited to 65535 blocks.
 constexpr int32_t kMaxVocab = 65535 * 128;
 
 // Bytes of device memory for what the first kernel leaves to the second.

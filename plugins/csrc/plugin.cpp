@@ -2,6 +2,7 @@
 
 #include <new>
 #include <string>
+#include <vector>
 
 #include "fused_correction.h"
 #include "plugin_check.h"
@@ -23,6 +24,23 @@ WeightType weightTypeOf(DataType type) {
         case DataType::kBF16: return WeightType::kBfloat16;
         default: return WeightType::kFloat32;
     }
+}
+
+template <typename Description>
+std::vector<Shape> shapesOf(Description const* inputs, int32_t count) {
+    std::vector<Shape> shapes;
+    for (int32_t i = 0; i < count; ++i) {
+        shapes.push_back(shapeOf(inputs[i]));
+    }
+    return shapes;
+}
+
+bool isRefused(std::vector<Shape> const& inputs) {
+    const std::string problem = problemOfShapes(inputs);
+    if (!problem.empty()) {
+        logError(problem);
+    }
+    return !problem.empty();
 }
 
 }  // namespace
@@ -71,9 +89,7 @@ int32_t FusedLogitCorrection::getOutputDataTypes(DataType* outputTypes, int32_t 
 int32_t FusedLogitCorrection::getOutputShapes(DimsExprs const* inputs, int32_t nbInputs, DimsExprs const* /*shapeInputs*/,
                                               int32_t /*nbShapeInputs*/, DimsExprs* outputs, int32_t nbOutputs,
                                               IExprBuilder& /*exprBuilder*/) noexcept {
-    const std::string problem = problemOfShapes(inputs, nbInputs);
-    if (!problem.empty()) {
-        logError(problem);
+    if (isRefused(shapesOf(inputs, nbInputs))) {
         return -1;
     }
     for (int32_t i = 0; i < nbOutputs; ++i) {
@@ -103,12 +119,13 @@ int32_t FusedLogitCorrection::configurePlugin(DynamicPluginTensorDesc const* /*i
 
 size_t FusedLogitCorrection::getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t /*nbInputs*/,
                                               DynamicPluginTensorDesc const* /*outputs*/, int32_t /*nbOutputs*/) const noexcept {
-    return workspaceBytes(inputs[kBaseLogits].max.d[0], inputs[kBaseLogits].max.d[1]);
+    return workspaceBytes(inputs[kBaseLogits].max.d[0], inputs[kCodebook].max.d[0]);
 }
 
-int32_t FusedLogitCorrection::onShapeChange(PluginTensorDesc const* /*in*/, int32_t /*nbInputs*/, PluginTensorDesc const* /*out*/,
+// Sizes that were not known when the network was made are looked at here: the kernels read as far as the codebook's tell them.
+int32_t FusedLogitCorrection::onShapeChange(PluginTensorDesc const* in, int32_t nbInputs, PluginTensorDesc const* /*out*/,
                                             int32_t /*nbOutputs*/) noexcept {
-    return 0;
+    return isRefused(shapesOf(in, nbInputs)) ? -1 : 0;
 }
 
 int32_t FusedLogitCorrection::enqueue(PluginTensorDesc const* inputDesc, PluginTensorDesc const* /*outputDesc*/, void const* const* inputs,

@@ -1,5 +1,6 @@
 #include "plugin_check.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdio>
@@ -28,8 +29,17 @@ std::string nameOf(DataType type) {
     }
 }
 
-bool isKnownAndNot(nvinfer1::IDimensionExpr const* size, int64_t expected) {
-    return size->isConstant() && size->getConstantValue() != expected;
+std::string shown(Shape const& shape) {
+    std::string text;
+    for (int64_t size : shape) {
+        text += (text.empty() ? "" : ", ") + (size == kUnknown ? "?" : std::to_string(size));
+    }
+    return "[" + text + "]";
+}
+
+bool areEqualWhereKnown(Shape const& left, Shape const& right) {
+    return std::equal(left.begin(), left.end(), right.begin(), right.end(),
+                      [](int64_t a, int64_t b) { return a == kUnknown || b == kUnknown || a == b; });
 }
 
 }  // namespace
@@ -51,30 +61,44 @@ std::string problemOfTypes(DataType const* inputTypes, int32_t nbInputs) {
     return problems.empty() ? problems : problems + kAdvice;
 }
 
-std::string problemOfShapes(nvinfer1::DimsExprs const* inputs, int32_t nbInputs) {
-    if (nbInputs != kInputs) {
-        return "Expected 4 inputs, found " + std::to_string(nbInputs) + kAdvice;
+Shape shapeOf(nvinfer1::DimsExprs const& input) {
+    Shape shape;
+    for (int32_t i = 0; i < input.nbDims; ++i) {
+        shape.push_back(input.d[i]->isConstant() ? input.d[i]->getConstantValue() : kUnknown);
+    }
+    return shape;
+}
+
+Shape shapeOf(nvinfer1::PluginTensorDesc const& input) {
+    return Shape(input.dims.d, input.dims.d + input.dims.nbDims);
+}
+
+std::string problemOfShapes(std::vector<Shape> const& inputs) {
+    if (inputs.size() != kInputs) {
+        return "Expected 4 inputs, found " + std::to_string(inputs.size()) + kAdvice;
     }
     for (int32_t i = 0; i < kInputs; ++i) {
-        if (inputs[i].nbDims != 2) {
-            return std::string(kInputNames[i]) + ": expected 2 dimensions, found " + std::to_string(inputs[i].nbDims) + kAdvice;
+        if (inputs[i].size() != 2) {
+            return std::string(kInputNames[i]) + ": expected 2 dimensions, found " + std::to_string(inputs[i].size()) + kAdvice;
         }
     }
-    nvinfer1::DimsExprs const& codebook = inputs[kInputs - 1];
-    if (!codebook.d[0]->isConstant() || !codebook.d[1]->isConstant()) {
-        return std::string("codebook: expected sizes that the network fixes, found dynamic ones") + kAdvice;
+    Shape const& codebook = inputs[kInputs - 1];
+    const int64_t vocab = codebook[0];
+    const int64_t rank = codebook[1];
+    if (vocab == kUnknown || rank == kUnknown) {
+        return "codebook: expected a fixed number of rows and columns, found " + shown(codebook) + kAdvice;
     }
-    const int64_t vocab = codebook.d[0]->getConstantValue();
-    const int64_t rank = codebook.d[1]->getConstantValue();
-    const std::string sizes = "[" + std::to_string(vocab) + ", " + std::to_string(rank) + "]";
     if (vocab < 1 || vocab > kMaxVocab || rank < 1 || rank > kMaxRank) {
         return "codebook: expected 1 to " + std::to_string(kMaxVocab) + " rows of 1 to " + std::to_string(kMaxRank) + " columns, found " +
-               sizes + ". Use the built-in operators instead of the plugin.";
+               shown(codebook) + ". Use the built-in operators instead of the plugin.";
     }
-    if (isKnownAndNot(inputs[0].d[1], vocab) || isKnownAndNot(inputs[1].d[1], rank) || isKnownAndNot(inputs[2].d[1], rank)) {
-        return "Expected base_logits [B, V], hidden_projection [B, R] and state_projection [B, R] of a codebook [V, R], found other sizes "
-               "beside a codebook of " +
-               sizes + kAdvice;
+    const int64_t rows = inputs[0][0];
+    const std::array<Shape, kInputs - 1> expected = {Shape{rows, vocab}, Shape{rows, rank}, Shape{rows, rank}};
+    for (size_t i = 0; i < expected.size(); ++i) {
+        if (!areEqualWhereKnown(inputs[i], expected[i])) {
+            return std::string(kInputNames[i]) + ": expected " + shown(expected[i]) + " beside a codebook of " + shown(codebook) +
+                   ", found " + shown(inputs[i]) + kAdvice;
+        }
     }
     return "";
 }
