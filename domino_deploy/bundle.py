@@ -3,6 +3,8 @@
     BUNDLE/
       manifest.json           what it is, where it came from, sizes and hashes of all other files
       target.onnx  backbone.onnx  head.onnx     graphs; their weights are ranges of the files below
+      target_trunk.onnx  backbone_trunk.onnx  lm_head.onnx    the first two once more, cut before the LM head that they share: for a runtime
+                              that keeps weights in memory per graph (ONNX Runtime); absent with a draft vocabulary
       target/{config.json, *.safetensors}       a checkpoint in its own right unless quantised; holds embedding and LM head of the pair
       drafter/{config.json, *.safetensors}      likewise; draft_vocab.safetensors if the drafter has a vocabulary of its own
       tokenizer.json  chat_template.jinja
@@ -34,6 +36,7 @@ FORMAT_VERSION = 2
 
 MANIFEST = "manifest.json"
 TARGET_GRAPH, BACKBONE_GRAPH, HEAD_GRAPH = "target.onnx", "backbone.onnx", "head.onnx"
+TARGET_TRUNK_GRAPH, BACKBONE_TRUNK_GRAPH, LM_HEAD_GRAPH = "target_trunk.onnx", "backbone_trunk.onnx", "lm_head.onnx"
 TARGET_FOLDER, DRAFTER_FOLDER = "target", "drafter"
 CONFIG, WEIGHTS = checkpoint.CONFIG, checkpoint.WEIGHTS
 DRAFT_VOCAB = "draft_vocab.safetensors"
@@ -48,6 +51,8 @@ REQUIRED_FILES = (
     *(f"{folder}/{CONFIG}" for folder in (TARGET_FOLDER, DRAFTER_FOLDER)),
 )
 GRAPHS = {"target": TARGET_GRAPH, "backbone": BACKBONE_GRAPH, "head": HEAD_GRAPH}
+# All or none.
+APART_GRAPHS = {"target_trunk": TARGET_TRUNK_GRAPH, "backbone_trunk": BACKBONE_TRUNK_GRAPH, "lm_head": LM_HEAD_GRAPH}
 
 # A manifest of a 100-layer pair has some 100 kB.
 _MAX_MANIFEST_BYTES = 8 * 2**20
@@ -135,6 +140,11 @@ class Bundle:
     def precision(self) -> Precision:
         return self.manifest.precision
 
+    @property
+    def has_lm_head_apart(self) -> bool:
+        """Whether `APART_GRAPHS` are there."""
+        return "lm_head" in self.manifest.graphs
+
 
 def open_bundle(path: str | Path, *, check_hashes: bool = False) -> Bundle:
     """Read a bundle's manifest and check that its files are there, complete and inside the folder.
@@ -155,8 +165,12 @@ def open_bundle(path: str | Path, *, check_hashes: bool = False) -> Bundle:
         if not any(name.startswith(f"{folder}/") and name.endswith(".safetensors") for name in manifest.files)
     ]
     files = {name: graph.file for name, graph in manifest.graphs.items()}
-    problems += [f"graphs.{name}: expected {file}, found {files.get(name)}" for name, file in GRAPHS.items() if files.get(name) != file]
-    problems += [f"graphs.{name}: unknown graph" for name in files if name not in GRAPHS]
+    expected = GRAPHS | (APART_GRAPHS if any(name in files for name in APART_GRAPHS) else {})
+    problems += [f"graphs.{name}: expected {file}, found {files.get(name)}" for name, file in expected.items() if files.get(name) != file]
+    problems += [f"graphs.{name}: unknown graph" for name in files if name not in expected]
+    problems += [
+        f"{name}: not listed in {MANIFEST}" for name in files.values() if name not in manifest.files and name not in REQUIRED_FILES
+    ]
     if manifest.form.dtype != manifest.precision.activations:
         problems.append(f"form.dtype: expected {manifest.precision.activations}, the precision's, found {manifest.form.dtype!r:.40}")
     count, most = manifest.num_speculative_tokens, manifest.drafter.num_proposals

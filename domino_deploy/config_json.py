@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from domino_deploy.errors import BundleError, CheckpointError, RequestError, listed
+from domino_deploy.errors import BundleError, CheckpointError, DominoDeployError, RequestError, listed
 
 T = TypeVar("T")
 
@@ -29,24 +29,26 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def from_json(kind: type[T], value: Any, where: str) -> T:
+def from_json(kind: type[T], value: Any, where: str, *, error: type[DominoDeployError] = BundleError, advice: str = _EXPORT_AGAIN) -> T:
     """The dataclass `kind` that `to_json` wrote.
 
     Args:
         kind: a dataclass whose fields are plain values, enums, tuples, mappings or dataclasses.
         value: the JSON value.
         where: names the file in errors.
+        error: what to raise.
+        advice: what to do then.
 
     Raises:
-        BundleError: every unknown or missing key and every value of another type, by its dotted name.
+        BundleError, or `error`: every unknown or missing key and every value of another type, by its dotted name.
     """
     problems: list[str] = []
     try:
         result = _read(kind, value, "", problems)
-    except (CheckpointError, RequestError) as error:  # a config or a precision that refuses its values
-        raise BundleError(f"{where}: {error} {_EXPORT_AGAIN}") from error
+    except (CheckpointError, RequestError) as refusal:  # a config or a precision that refuses its values
+        raise error(f"{where}: {refusal} {advice}") from refusal
     if problems:
-        raise BundleError(listed(f"{where}: {len(problems)} problem(s)", problems, _EXPORT_AGAIN))
+        raise error(listed(f"{where}: {len(problems)} problem(s)", problems, advice))
     return typing.cast(T, result)
 
 

@@ -4,6 +4,7 @@
     ├── CheckpointError     a checkpoint folder, its config.json or its tensors
     ├── PairingError        a drafter and a target that do not belong together
     ├── BundleError         a bundle folder, its manifest or its files
+    ├── EngineError         an engine folder: damaged, stale, or made for another GPU, TensorRT, plugin or bundle
     ├── ExportError         a graph that could not be made
     ├── VerificationError   an exported graph whose numbers are not PyTorch's
     ├── CapacityError       a prompt or a request that the caches cannot hold
@@ -40,6 +41,12 @@ class PairingError(DominoDeployError):
 
 class BundleError(DominoDeployError):
     """A bundle is missing, incomplete, altered or of another format version."""
+
+    exit_code = 4
+
+
+class EngineError(DominoDeployError):
+    """Engines are missing, damaged, stale, or made for another GPU, TensorRT version, plugin or bundle."""
 
     exit_code = 4
 

@@ -23,6 +23,7 @@ SLIDING_MASK = "sliding_attention_mask"
 WRITE_INDEX = "write_index"
 LOGIT_INDEX = "logit_index"
 LOGITS = "logits"
+GREEDY_IDS = "greedy_ids"
 FEATURES = "features"
 BLOCK_IDS = "block_ids"
 HIDDEN = "hidden"
@@ -117,6 +118,26 @@ def backbone_signature(config: DrafterConfig, form: GraphForm = DEFAULT_FORM) ->
         _spec(BASE_LOGITS, "float32", ("batch", config.num_proposals, vocab_size), "the target's LM head on those rows"),
     ]
     return GraphSignature(inputs=(*inputs, *caches), outputs=(*outputs, *_updated(caches)))
+
+
+def target_trunk_signature(config: TargetConfig, feature_size: int, form: GraphForm = DEFAULT_FORM) -> GraphSignature:
+    """The target up to its LM head: hidden states of the wanted rows in place of their logits."""
+    whole = target_signature(config, feature_size, form)
+    hidden = _spec(HIDDEN, form.dtype, ("batch", "logit_rows", config.hidden_size), "of the wanted rows, for the LM head")
+    return GraphSignature(inputs=whole.inputs, outputs=(hidden, *(spec for spec in whole.outputs if spec.name != LOGITS)))
+
+
+def backbone_trunk_signature(config: DrafterConfig, form: GraphForm = DEFAULT_FORM) -> GraphSignature:
+    """The backbone up to the target's LM head."""
+    whole = backbone_signature(config, form)
+    return GraphSignature(inputs=whole.inputs, outputs=tuple(spec for spec in whole.outputs if spec.name != BASE_LOGITS))
+
+
+def lm_head_signature(config: TargetConfig, form: GraphForm = DEFAULT_FORM) -> GraphSignature:
+    """The target's LM head, on rows of either trunk."""
+    hidden = _spec(HIDDEN, form.dtype, ("batch", "logit_rows", config.hidden_size), "from a trunk")
+    logits = _spec(LOGITS, "float32", ("batch", "logit_rows", config.vocab_size), "their logits")
+    return GraphSignature(inputs=(hidden,), outputs=(logits,))
 
 
 def head_signature(config: DrafterConfig, form: GraphForm = DEFAULT_FORM) -> GraphSignature:

@@ -7,7 +7,6 @@ import json
 import platform
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,18 @@ import onnx_ir as ir
 from domino_deploy import __version__, bundle
 from domino_deploy.bundle import Bundle, GraphEntry, Manifest, SourceEntry, create_bundle, open_bundle, write_manifest
 from domino_deploy.checkpoint import GENERATION_CONFIG, Checkpoint, open_drafter, open_target
-from domino_deploy.checkpoint_text import chat_template, special_tokens, tokenizer_file
+from domino_deploy.checkpoint_text import chat_template, check_tokenizer, special_tokens, tokenizer_file
 from domino_deploy.config import DrafterConfig, TargetConfig
 from domino_deploy.config_json import to_json
-from domino_deploy.errors import ExportError, RequestError, VerificationError
+from domino_deploy.errors import ExportError, VerificationError
 from domino_deploy.exporters import verify as verification
 from domino_deploy.exporters.draft_vocab import write_draft_vocab
+from domino_deploy.exporters.lm_head import backbone_trunk, lm_head, target_trunk
 from domino_deploy.exporters.onnx_from_backbone import onnx_from_backbone
-from domino_deploy.exporters.onnx_from_head import check_candidate_pool, onnx_from_head
+from domino_deploy.exporters.onnx_from_head import onnx_from_head
 from domino_deploy.exporters.onnx_from_target import onnx_from_target
+from domino_deploy.exporters.options import ExportOptions, check_request, graph_form
 from domino_deploy.exporters.passes import check_signature
-from domino_deploy.exporters.placement import Placement
 from domino_deploy.exporters.precision import apply_precision, apply_precision_to_head
 from domino_deploy.exporters.stored import Stored, floating_tensors
 from domino_deploy.exporters.translations import OPSET
@@ -40,34 +40,20 @@ from domino_deploy.model.loading import load_drafter, load_target
 from domino_deploy.model.target import TargetModel
 from domino_deploy.pairing import check_pairing
 from domino_deploy.precision import Precision
-from domino_deploy.signature import GraphForm, backbone_signature, head_signature, target_signature
+from domino_deploy.signature import (
+    GraphForm,
+    backbone_signature,
+    backbone_trunk_signature,
+    head_signature,
+    lm_head_signature,
+    target_signature,
+    target_trunk_signature,
+)
 
 Progress = Callable[[str], None]
 
 
 _LIBRARIES = ("onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """What an export may choose.
-
-    Args:
-        precision: how weights are stored and graphs compute.
-        placement: how weight files that stay as they are come into the bundle.
-        num_speculative_tokens: how many tokens sessions draft and verify per cycle unless a request says otherwise; None for
-            all that the drafter proposes.
-        candidate_pool: tokens per position that the correction looks at, those with the highest base logits; 0 for all.
-        certified_pool: fall back to the full vocabulary wherever the pool's choice is not certain.
-        draft_vocab: token ids that the drafter may propose, rising (draft_vocab.py); None for all.
-    """
-
-    precision: Precision = field(default_factory=Precision)
-    placement: Placement = Placement.LINK
-    num_speculative_tokens: int | None = None
-    candidate_pool: int = 0
-    certified_pool: bool = False
-    draft_vocab: tuple[int, ...] | None = None
 
 
 def export_bundle(
@@ -116,8 +102,10 @@ def export_bundle(
         }
         target_config, drafter_config = (source.config for source in sources.values())
         pairing = check_pairing(target_config, drafter_config)
-        count = _speculation(options.num_speculative_tokens, drafter_config)
-        form = _form(options, drafter_config)
+        check_request(options, target_config, drafter_config, verify=verify, num_layers=num_layers)
+        form = graph_form(options)
+        check_tokenizer(sources[bundle.TARGET_FOLDER].folder, target_config.vocab_size)
+        tokens = special_tokens(sources[bundle.TARGET_FOLDER].folder)
         _copy_text(sources[bundle.TARGET_FOLDER].folder, folder)
         progress("Placing the weights")
         stored = _place_weights(sources, folder, options)
@@ -134,8 +122,8 @@ def export_bundle(
             target=target_config,
             drafter=drafter_config,
             pairing=pairing,
-            num_speculative_tokens=count,
-            special_tokens=special_tokens(sources[bundle.TARGET_FOLDER].folder),
+            num_speculative_tokens=options.num_speculative_tokens or drafter_config.num_proposals,
+            special_tokens=tokens,
             graphs=graphs,
             files=bundle.file_entries(folder),
             verification=None,
@@ -156,26 +144,6 @@ def _models(sources: Mapping[str, Checkpoint[Any]]) -> tuple[TargetModel, Drafte
     """Both models on the weights of the sources, so that a wrong conversion is seen."""
     target, drafter = sources.values()
     return load_target(target, tapped_layers=drafter.config.target_layer_ids), load_drafter(drafter)
-
-
-def _speculation(asked: int | None, drafter: DrafterConfig) -> int:
-    if asked is not None and not 1 <= asked <= drafter.num_proposals:
-        raise RequestError(
-            f"Expected num_speculative_tokens from 1 to {drafter.num_proposals}, the proposals of this drafter, found {asked}. "
-            "Choose a number in that range, or leave it out."
-        )
-    return drafter.num_proposals if asked is None else asked
-
-
-def _form(options: ExportOptions, drafter: DrafterConfig) -> GraphForm:
-    vocab = options.draft_vocab
-    form = GraphForm(
-        dtype=str(options.precision.activations),
-        draft_vocab_size=None if vocab is None else len(vocab),
-        candidate_pool=options.candidate_pool,
-    )
-    check_candidate_pool(drafter, form, options.certified_pool)
-    return form
 
 
 def _copy_text(source: Path, folder: Path) -> None:
@@ -246,8 +214,26 @@ def _export_graphs(
         ir.save(model, folder / file)
         check_onnx(folder / file)
         entries[name] = GraphEntry(file=file, opset=OPSET, inputs=signature.inputs, outputs=signature.outputs)
+    if options.draft_vocab is None:  # else the drafter has an LM head of its own
+        entries |= _export_apart(target, drafter, form, folder)
     # A draft vocabulary has rows of the codebook of its own.
     check_all_used(stored, used, replaced=() if options.draft_vocab is None else ("drafter.embed_proj.2.weight",))
+    return entries
+
+
+def _export_apart(target: TargetConfig, drafter: DrafterConfig, form: GraphForm, folder: Path) -> dict[str, GraphEntry]:
+    """Both trunks and the LM head between them, cut out of the whole graphs."""
+    cuts = {
+        "target_trunk": (target_trunk, bundle.TARGET_GRAPH, target_trunk_signature(target, drafter.feature_size, form)),
+        "backbone_trunk": (backbone_trunk, bundle.BACKBONE_GRAPH, backbone_trunk_signature(drafter, form)),
+        "lm_head": (lm_head, bundle.TARGET_GRAPH, lm_head_signature(target, form)),
+    }
+    entries = {}
+    for name, (cut, whole, signature) in cuts.items():
+        file = bundle.APART_GRAPHS[name]
+        ir.save(cut(folder / whole, signature), folder / file)
+        check_onnx(folder / file)
+        entries[name] = GraphEntry(file=file, opset=OPSET, inputs=signature.inputs, outputs=signature.outputs)
     return entries
 
 

@@ -13,7 +13,17 @@ import numpy as np
 
 from domino_deploy.errors import CapacityError, RequestError, listed
 from domino_deploy.runtime.acceptance import accept
-from domino_deploy.runtime.protocols import Drafter, FloatArray, Proposal, Step, Target, TargetRows, TermsMs
+from domino_deploy.runtime.protocols import (
+    NOTHING_PROPOSED,
+    Drafter,
+    FloatArray,
+    PairingTarget,
+    SpeculativePair,
+    Step,
+    Target,
+    TermsMs,
+    Verified,
+)
 from domino_deploy.runtime.sampling import Sampler, SamplingParams, is_integer
 
 # A prompt runs through the target in pieces of this many rows: enough for full matrix products, while attention scores
@@ -22,7 +32,6 @@ PREFILL_ROWS = 256
 
 STOP = "stop"
 LENGTH = "length"
-_NOTHING = Proposal(token_ids=np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +102,13 @@ def _cycles(
     stops = frozenset(params.stop_token_ids)
     # The last token needs no row of its own in the cache: hence the one more.
     final_length = len(tokens) + min(params.max_new_tokens, target.capacity - len(tokens) + 1)
-    target.reset()
-    if drafter is not None:
-        drafter.reset()
+    pair = _pair(target, drafter if num_speculative_tokens else None, needs_logits=not params.sampling.is_greedy)
+    pair.reset()
 
     started = perf_counter()
-    prefilled = _prefill(target, tokens)
+    logits = pair.prefill(tokens)
     verify_ms = _since(started)
-    features = prefilled.features
-    kept, finish_reason = _cut([sampler.choose(prefilled.logits[-1], len(tokens))], stops, final_length - len(tokens))
+    kept, finish_reason = _cut([sampler.choose(logits, len(tokens))], stops, final_length - len(tokens))
     tokens += kept
     terms = TermsMs(verify=verify_ms, other=_since(started) - verify_ms)
     yield Step(token_ids=tuple(kept), terms_ms=terms, finish_reason=finish_reason)
@@ -109,23 +116,20 @@ def _cycles(
     while finish_reason is None:
         started = perf_counter()
         # A pass over c drafts can yield c + 1 tokens, and more than are wanted would be work for nothing.
-        count = min(num_speculative_tokens, final_length - len(tokens) - 1)
-        proposal = drafter.propose(tokens, features, count) if drafter is not None and count > 0 else _NOTHING
+        verified = pair.cycle(tokens, min(num_speculative_tokens, final_length - len(tokens) - 1))
+        proposal = verified.proposal
         drafts = proposal.token_ids.tolist()
 
-        verify_started = perf_counter()
-        rows = target.forward([tokens[-1], *drafts], len(drafts) + 1)
-        verify_ms = _since(verify_started)
-
-        chosen = accept(_choices(sampler, rows.logits, len(tokens)), drafts)
+        chosen = accept(_choices(sampler, verified, len(tokens)), drafts)
         kept, finish_reason = _cut(chosen, stops, final_length - len(tokens))
         # Rows in the cache are those of the anchor and of all kept tokens but the last, the next anchor.
-        target.commit(len(kept))
-        features = rows.features[: len(kept)]
+        pair.commit(len(kept))
         tokens += kept
         accepted = min(len(kept), len(chosen) - 1)
-        graphs_ms = proposal.draft_ms + proposal.head_ms + verify_ms
-        terms = TermsMs(draft=proposal.draft_ms, head=proposal.head_ms, verify=verify_ms, other=_since(started) - graphs_ms)
+        graphs_ms = proposal.draft_ms + proposal.head_ms + verified.verify_ms
+        terms = TermsMs(
+            draft=proposal.draft_ms, head=proposal.head_ms, verify=verified.verify_ms, other=max(0.0, _since(started) - graphs_ms)
+        )
         yield Step(
             token_ids=tuple(kept),
             proposed=len(drafts),
@@ -137,19 +141,56 @@ def _cycles(
         )
 
 
-def _prefill(target: Target, prompt_ids: list[int]) -> TargetRows:
-    """All prompt rows, committed: the last row's logits and the features of all of them."""
-    features: list[FloatArray] = []
-    for start in range(0, len(prompt_ids), PREFILL_ROWS):
-        piece = prompt_ids[start : start + PREFILL_ROWS]
-        rows = target.forward(piece, 1)
-        target.commit(len(piece))
-        features.append(rows.features.copy())  # a backend may reuse the memory in its next pass
-    return TargetRows(logits=rows.logits, features=np.concatenate(features))
+def _pair(target: Target, drafter: Drafter | None, *, needs_logits: bool) -> SpeculativePair:
+    if isinstance(target, PairingTarget):
+        return target.paired_with(drafter, needs_logits=needs_logits)
+    return _HostPair(target, drafter)
 
 
-def _choices(sampler: Sampler, logits_NV: FloatArray, position: int) -> Callable[[int], int]:
+class _HostPair:
+    """Any target and any drafter: what passes between them passes through here."""
+
+    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._features: FloatArray = np.zeros((0, 0), dtype=np.float32)
+
+    def reset(self) -> None:
+        self._target.reset()
+        if self._drafter is not None:
+            self._drafter.reset()
+
+    def prefill(self, prompt_ids: Sequence[int]) -> FloatArray:
+        features: list[FloatArray] = []
+        for start in range(0, len(prompt_ids), PREFILL_ROWS):
+            piece = prompt_ids[start : start + PREFILL_ROWS]
+            rows = self._target.forward(piece, 1)
+            self._target.commit(len(piece))
+            features.append(rows.features.copy())  # a backend may reuse the memory in its next pass
+        self._features = np.concatenate(features)
+        logits: FloatArray = rows.logits[-1]
+        return logits
+
+    def cycle(self, token_ids: Sequence[int], count: int) -> Verified:
+        drafter, proposal = self._drafter, NOTHING_PROPOSED
+        if drafter is not None and count > 0:
+            proposal = drafter.propose(token_ids, self._features, count)
+        started = perf_counter()
+        rows = self._target.forward([token_ids[-1], *proposal.token_ids.tolist()], len(proposal.token_ids) + 1)
+        self._features = rows.features
+        return Verified(proposal=proposal, logits=rows.logits, verify_ms=_since(started))
+
+    def commit(self, rows: int) -> None:
+        self._target.commit(rows)
+        self._features = self._features[:rows]
+
+
+def _choices(sampler: Sampler, verified: Verified, position: int) -> Callable[[int], int]:
     """The target's choice at each verified row; row 0 chooses the token at `position`."""
+    if verified.logits is None:
+        assert verified.greedy_ids is not None, "a pair gives one of the two"
+        return verified.greedy_ids.tolist().__getitem__
+    logits_NV = verified.logits
     return lambda row: sampler.choose(logits_NV[row], position + row)
 
 

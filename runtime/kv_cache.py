@@ -79,15 +79,24 @@ def causal_mask(start: int, out: BoolArray) -> BoolArray:
 
 def block_mask(context: int, out: BoolArray) -> BoolArray:
     """Fill a mask [P, C] for a draft block behind `context` rows: each row sees the context and the whole block."""
-    out[:] = np.arange(out.shape[1]) < context + out.shape[0]
-    return out
+    return placed_block_mask(context, context, None, out)
 
 
 def sliding_block_mask(context: int, window: int, out: BoolArray) -> BoolArray:
     """As `block_mask`, but the row at position p sees of the context only the positions above p - window."""
+    return placed_block_mask(context, context, window, out)
+
+
+def placed_block_mask(context: int, block_slot: int, window: int | None, out: BoolArray) -> BoolArray:
+    """As those two (with a window, the second), but the block lies in slots `block_slot`...: no row sees the slots before it and
+    behind the context."""
     block, capacity = out.shape
     slots = np.arange(capacity)
-    positions = np.arange(context, context + block)[:, None]
-    np.less(slots, context + block, out=out)
-    out &= (slots > positions - window) | (slots >= context)
+    if window is None:
+        np.less(slots, context, out=out)
+    else:
+        positions = np.arange(context, context + block)[:, None]
+        np.greater(slots, positions - window, out=out)
+        out[:, context:] = False
+    out[:, block_slot : block_slot + block] = True
     return out

@@ -1,14 +1,14 @@
 """What a decode loop needs of a target and of a drafter, and the records they exchange.
 
-Protocols, because several implementations exist: ONNX Runtime, eager PyTorch, prompt lookup.  One sequence each; the
-arrays are numpy's, on the host.
+Protocols, because several implementations exist: ONNX Runtime, eager PyTorch, TensorRT, prompt lookup.  One sequence each;
+the arrays are numpy's, on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,23 @@ class Proposal:
     head_ms: float = 0.0
     pooled: int = 0
     uncertified: int = 0
+
+
+NOTHING_PROPOSED = Proposal(token_ids=np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What one cycle drafted and what the target makes of it, N = drafted tokens + 1 rows; a pair may reuse the memory in its next pass.
+
+    logits: [N, V], or None where they were not asked for; greedy_ids: int64 [N], the highest logit of each row (the lowest id
+    of equals), or None where the logits are there to find it; verify_ms: the target pass.
+    """
+
+    proposal: Proposal
+    logits: FloatArray | None = None
+    greedy_ids: IntArray | None = None
+    verify_ms: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,3 +136,31 @@ class Drafter(Protocol):
                 does not exist yet): over all calls, exactly `token_ids[:-1]` once.
             count: 1 up to `max_proposals`.
         """
+
+
+class SpeculativePair(Protocol):
+    """A target and its source of proposals for one request; drafted tokens and features pass between them without the loop."""
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+
+    def prefill(self, prompt_ids: Sequence[int]) -> FloatArray:
+        """Run a prompt and commit it; logits [V] of its last row."""
+
+    def cycle(self, token_ids: Sequence[int], count: int) -> Verified:
+        """Draft at most `count` tokens behind `token_ids` (every committed token, the anchor last) and run the target over them.
+
+        Raises:
+            CapacityError: the target's cache has no room for `count + 1` rows.
+        """
+
+    def commit(self, rows: int) -> None:
+        """Keep the first `rows` rows of the last cycle."""
+
+
+@runtime_checkable
+class PairingTarget(Target, Protocol):
+    """A target that does more with a drafter than `forward` lets it: on a device, the host need not see what passes between them."""
+
+    def paired_with(self, drafter: Drafter | None, *, needs_logits: bool) -> SpeculativePair:
+        """The pair that serves one request; without `needs_logits`, cycles give greedy tokens alone."""

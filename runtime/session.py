@@ -16,16 +16,17 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Self
 
-from domino_deploy.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, open_bundle
+from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.config import TargetConfig
-from domino_deploy.errors import BundleError, MissingDependencyError, RequestError, listed
+from domino_deploy.errors import MissingDependencyError, RequestError, listed
+from domino_deploy.runtime.backends.ort_provider import Provider
 from domino_deploy.runtime.decode import STOP, GenerationParams, generate
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import Drafter, Step, Target
 from domino_deploy.runtime.sampling import SamplingParams
-from domino_deploy.runtime.text import TextStream, Tokenizer
+from domino_deploy.runtime.text import TextStream, Tokenizer, bundle_tokenizer
 
-__all__ = ["Backend", "Chunk", "DrafterChoice", "GenerationParams", "SamplingParams", "Session"]
+__all__ = ["Backend", "Chunk", "DrafterChoice", "GenerationParams", "Provider", "SamplingParams", "Session"]
 
 # Longer only when asked for: drafters are trained on some 3000 tokens and accept little beyond (docs/architecture.md), and
 # a target's own maximum, mostly far above, would promise more memory than a machine may have.
@@ -33,9 +34,10 @@ DEFAULT_MAX_MODEL_LEN = 4096
 
 
 class Backend(StrEnum):
-    """What runs the models: ONNX Runtime, or eager PyTorch as the reference."""
+    """What runs the models: ONNX Runtime, TensorRT (of either flavour), or eager PyTorch as the reference."""
 
     ORT = "ort"
+    TENSORRT = "tensorrt"
     EAGER = "eager"
 
 
@@ -79,6 +81,7 @@ class Session:
         bundle: str | Path,
         *,
         backend: Backend = Backend.ORT,
+        provider: Provider = Provider.CPU,
         drafter: DrafterChoice = DrafterChoice.BUNDLE,
         max_model_len: int | None = None,
         threads: int | None = None,
@@ -88,21 +91,30 @@ class Session:
         Args:
             bundle: the bundle's folder.
             backend: what runs the models.
+            provider: what ONNX Runtime computes on; for that backend only.
             drafter: where proposals come from.
             max_model_len: longest prompt and answer together, in tokens; None for the target's own maximum, but not
-                above `DEFAULT_MAX_MODEL_LEN`.
+                above `DEFAULT_MAX_MODEL_LEN`, or for what the engines were built for (TensorRT).
             threads: threads inside an operator; None for one per physical core (ORT) or PyTorch's own choice (eager).
 
         Raises:
             BundleError: not a bundle, or a damaged one.
-            RequestError: `max_model_len` or `threads` out of range.
-            MissingDependencyError: the backend's package is not installed.
+            EngineError: no engines that fit this machine, or damaged ones (TensorRT).
+            RequestError: a value out of range, or one that the backend has no use for.
+            MissingDependencyError: the backend's package is not installed, or its driver.
+            CapacityError: the GPU has too little memory (TensorRT).
         """
+        if backend is not Backend.ORT and provider is not Provider.CPU:
+            raise RequestError(f"Expected a provider for the backend ort only, found {provider} for {backend}. Leave it out.")
         opened = open_bundle(bundle)
         capacity = _capacity(opened.target, max_model_len, threads)
-        tokenizer = _tokenizer(opened)
-        with_drafter = drafter is DrafterChoice.BUNDLE
-        target, loaded = _backend_module(backend).open_pair(opened, capacity=capacity, threads=threads, with_drafter=with_drafter)
+        tokenizer = bundle_tokenizer(opened)
+        asked: dict[str, object] = {"capacity": capacity, "threads": threads, "with_drafter": drafter is DrafterChoice.BUNDLE}
+        if backend is Backend.ORT:
+            asked["provider"] = provider
+        if backend is Backend.TENSORRT and max_model_len is None:
+            asked["capacity"] = None
+        target, loaded = _backend_module(backend).open_pair(opened, **asked)
         return cls(opened, tokenizer, target, PromptLookupDrafter() if drafter is DrafterChoice.PROMPT_LOOKUP else loaded)
 
     @property
@@ -216,24 +228,18 @@ def _capacity(target: TargetConfig, max_model_len: int | None, threads: int | No
     return min(most, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
 
 
-def _tokenizer(bundle: Bundle) -> Tokenizer:
-    template = bundle.path / CHAT_TEMPLATE
-    try:
-        source = template.read_text(encoding="utf-8") if template.is_file() else None
-    except UnicodeDecodeError as error:
-        raise BundleError(f"{template}: expected text in UTF-8, found: {error}. Export the bundle again.") from error
-    return Tokenizer(bundle.path / TOKENIZER, chat_template=source, special_tokens=bundle.manifest.special_tokens)
-
-
 def _backend_module(backend: Backend) -> ModuleType:
     """The backend's module, imported when chosen; its dependency may be missing."""
-    needs = {Backend.ORT: ("onnxruntime", "domino-deploy"), Backend.EAGER: ("torch", "domino-deploy[export]")}
-    package, extra = needs[backend]
+    module, package, name, extra = {
+        Backend.ORT: ("ort", "onnxruntime", "onnxruntime", "domino-deploy"),
+        Backend.TENSORRT: ("trt", "cuda", "cuda-bindings", "domino-deploy[tensorrt]"),
+        Backend.EAGER: ("eager", "torch", "torch", "domino-deploy[export]"),
+    }[backend]
     try:
-        return importlib.import_module(f"domino_deploy.runtime.backends.{backend}")
+        return importlib.import_module(f"domino_deploy.runtime.backends.{module}")
     except ModuleNotFoundError as error:
-        if error.name != package:
+        if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise MissingDependencyError(
-            f"Expected the package {package} for the backend {backend}, found none. Run: pip install '{extra}'"
+            f"Expected the package {name} for the backend {backend}, found none. Run: pip install '{extra}'"
         ) from error

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from domino_deploy.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle
 from domino_deploy.errors import BundleError, MissingDependencyError, RequestError
 from domino_deploy.runtime.chat_template import ChatTemplate
 
@@ -87,6 +88,20 @@ class Tokenizer:
                 "Expected a chat template for a conversation, found none beside this tokenizer. Send a plain prompt instead."
             )
         return ChatTemplate(self._template_source)
+
+
+def bundle_tokenizer(bundle: Bundle) -> Tokenizer:
+    """The target's tokenizer and chat template, as the bundle has them.
+
+    Raises:
+        BundleError: one of them cannot be read.
+    """
+    template = bundle.path / CHAT_TEMPLATE
+    try:
+        source = template.read_text(encoding="utf-8") if template.is_file() else None
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{template}: expected text in UTF-8, found: {error}. Export the bundle again.") from error
+    return Tokenizer(bundle.path / TOKENIZER, chat_template=source, special_tokens=bundle.manifest.special_tokens)
 
 
 class IncrementalDetokenizer:

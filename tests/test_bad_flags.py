@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 from click.testing import CliRunner, Result
 
 from domino_deploy.cli import main
+from tests.support.bundles import contents
 from tests.support.checkpoints import write_drafter, write_target
 
 
@@ -60,7 +62,9 @@ def check(done: Result, code: int, *fragments: str) -> None:
         (["generate", "b", "--prompt", "x", "--top-p", "9", "--min-p", "9"], ["top_p", "min_p"]),
         (["generate", "b", "--prompt", "x", "--stop", ""], ["stop_strings"]),
         (["generate", "b", "--prompt", "x", "--num-speculative-tokens", "-1"], ["num_speculative_tokens", "found -1"]),
-        (["generate", "b", "--prompt", "x", "--backend", "tensorrt"], ["--backend", "tensorrt", "ort", "eager"]),
+        (["generate", "b", "--prompt", "x", "--backend", "openvino"], ["--backend", "openvino", "ort", "tensorrt", "eager"]),
+        (["generate", "b", "--prompt", "x", "--provider", "rocm"], ["--provider", "rocm", "cpu", "cuda", "tensorrt"]),
+        (["generate", "b", "--prompt", "x", "--backend", "eager", "--provider", "cuda"], ["provider", "found cuda for eager"]),
         (["generate", "b", "--prompt", "x", "--drafter", "eagle"], ["--drafter", "eagle", "prompt-lookup"]),
         (["generate", "b", "--prompt", "x", "--drafter", "none", "--no-speculation"], ["--drafter", "--no-speculation"]),
         (["generate", "b", "--prompt", "x", "--raw", "--system", "Be brief."], ["--raw", "--system"]),
@@ -101,6 +105,27 @@ class TestBundle:
     def test_a_file_that_is_none(self, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("hello")
         check(run("inspect", tmp_path / "notes.txt"), 4, "notes.txt", "expected")
+        check(run("inspect", tmp_path / ("x" * 300)), 4, "nothing there")
+
+    @pytest.mark.parametrize(
+        ("place", "fragments"),
+        [
+            ("bundle/report.html", ["outside the bundle"]),
+            ("bundle/manifest.json", ["ends in .html"]),
+            ("nowhere/report.html", ["no folder", "nowhere"]),
+        ],
+    )
+    def test_a_report_cannot_go_everywhere(self, place: str, fragments: list[str], tiny_bundle: Path, tmp_path: Path) -> None:
+        bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+        before = contents(tmp_path)
+        check(run("verify", bundle, "--report", tmp_path / place), 2, *fragments)
+        assert contents(tmp_path) == before
+
+    def test_a_report_that_cannot_be_written_costs_no_figures(self, tiny_bundle: Path, tmp_path: Path) -> None:
+        done = run("verify", tiny_bundle, "--num-layers", "1", "--report", tmp_path / ("x" * 300 + ".html"))
+        assert done.exit_code == 2
+        assert "expected to write the report there, found: " in done.stderr
+        assert "outputs within bounds" in done.stdout
 
     @pytest.mark.parametrize("name", ["target.onnx", "tokenizer.json", "drafter/model.safetensors"])
     def test_a_missing_file_is_named(self, name: str, tiny_bundle: Path, tmp_path: Path) -> None:
@@ -146,9 +171,46 @@ class TestExport:
         other = write_target(tmp_path / "other", vocab_size=310, num_hidden_layers=5)
         self.refuse(pair[0], other, tmp_path / "out", 4, "310", "300", "5", "4")
 
-    def test_more_speculation_than_the_drafter_proposes(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        flags = ("--num-speculative-tokens", "7")
-        self.refuse(*pair, tmp_path / "out", 2, "num_speculative_tokens", "6", "7", flags=flags)
+    @pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["export", "dry run"])
+    @pytest.mark.parametrize(
+        ("flags", "fragments"),
+        [
+            (("--num-speculative-tokens", "7"), ["from 1 to 6", "found 7"]),
+            (("--candidate-pool", "301"), ["candidate pool", "300", "found 301"]),
+            (("--certified-pool",), ["candidate pool", "found none"]),
+            (("--num-layers", "4"), ["--num-layers from 1 to 3", "found 4"]),
+            (("--num-layers", "1", "--skip-verification"), ["verification of 1 layers", "skipped"]),
+            (("--asymmetric",), ["int8 or int4 only", "float32"]),
+            (("--block-size", "64", "--dtype", "float16"), ["int8 or int4 only", "float16"]),
+            (("--block-size", "256", "--dtype", "int8"), ["multiple of the block size 256", "32 inputs"]),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+    )
+    def test_flags_that_do_not_fit_the_pair(
+        self, flags: tuple[str, ...], fragments: list[str], dry: tuple[str, ...], pair: tuple[Path, Path], tmp_path: Path
+    ) -> None:
+        self.refuse(*pair, tmp_path / "out", 2, *fragments, flags=(*flags, *dry))
+
+    @pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["export", "dry run"])
+    @pytest.mark.parametrize(
+        ("content", "fragments"),
+        [("{}", ["does not parse"]), (None, ["ids below 300", "found 300", "'<one more>'"])],
+        ids=["no tokenizer", "another model's"],
+    )
+    def test_a_tokenizer_that_is_not_the_targets(
+        self, content: str | None, fragments: list[str], dry: tuple[str, ...], pair: tuple[Path, Path], tmp_path: Path
+    ) -> None:
+        target = shutil.copytree(pair[1], tmp_path / "target")
+        tokenizer = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<one more>"])
+        (target / "tokenizer.json").write_text(tokenizer.to_str() if content is None else content)
+        self.refuse(pair[0], target, tmp_path / "out", 4, "tokenizer.json", *fragments, flags=dry)
+
+    def test_an_output_below_a_file(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("keep")
+        for dry in ((), ("--dry-run",)):
+            done = run("export", "--ckpt", pair[0], "--target", pair[1], "-o", tmp_path / "file" / "bundle", *dry)
+            check(done, 4, "expected a folder", "file", "Choose another output folder")
 
     def test_target_and_drafter_swapped(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         self.refuse(pair[1], pair[0], tmp_path / "out", 4)

@@ -188,7 +188,7 @@ class TestWrongUsage:
             (["--kinds", "poems"], ["--kinds", "poems", "templated-code"]),
             (["--kinds", "short-chat", "--kinds", "short-chat"], ["short-chat", "2 times"]),
             (["--drafter", "none"], ["--drafter", "none", "prompt-lookup"]),
-            (["--backend", "tensorrt"], ["--backend", "tensorrt"]),
+            (["--backend", "openvino"], ["--backend", "openvino"]),
             (["--json", "--markdown"], ["--json", "--markdown"]),
             (["--prompts", "nowhere.jsonl"], ["nowhere.jsonl", "No such file"]),
             (["--speed"], ["No such option", "--speed"]),

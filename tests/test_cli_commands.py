@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.cli import main
-from domino_deploy.exporters.export import ExportOptions
+from domino_deploy.exporters.options import ExportOptions
 from domino_deploy.exporters.placement import Placement
 from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.decode import GenerationParams

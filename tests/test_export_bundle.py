@@ -12,7 +12,8 @@ from domino_deploy.bundle import open_bundle
 from domino_deploy.checkpoint import open_drafter, open_target
 from domino_deploy.errors import BundleError, CheckpointError, DominoDeployError, ExportError, PairingError, RequestError, VerificationError
 from domino_deploy.exporters import export
-from domino_deploy.exporters.export import ExportOptions, export_bundle
+from domino_deploy.exporters.export import export_bundle
+from domino_deploy.exporters.options import ExportOptions
 from domino_deploy.exporters.placement import Placement
 from domino_deploy.exporters.verify import VerificationLine, VerificationReport
 from domino_deploy.runtime.session import Session
@@ -42,8 +43,8 @@ def without_graphs(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copied(
         target: object, drafter: object, stored: object, form: object, options: object, folder: Path, progress: object
     ) -> dict[str, object]:
-        for name in ("target.onnx", "backbone.onnx", "head.onnx"):
-            shutil.copyfile(tiny_bundle / name, folder / name)
+        for file in tiny_bundle.glob("*.onnx"):
+            shutil.copyfile(file, folder / file.name)
         return dict(open_bundle(tiny_bundle).manifest.graphs)
 
     monkeypatch.setattr(export, "_export_graphs", copied)

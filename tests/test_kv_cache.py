@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from domino_deploy.errors import CapacityError
-from domino_deploy.runtime.kv_cache import CacheRows, block_mask, causal_mask, sliding_block_mask
+from domino_deploy.runtime.kv_cache import CacheRows, block_mask, causal_mask, placed_block_mask, sliding_block_mask
 
 
 def test_commit_keeps_the_first_rows_of_a_pass_and_the_next_pass_starts_there():
@@ -93,3 +95,13 @@ def test_sliding_block_mask_windows_the_context_and_leaves_the_block_whole(conte
         for row in range(block)
     ]
     np.testing.assert_array_equal(sliding_block_mask(context, window, np.empty((block, capacity), dtype=bool)), expected)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(("context", "block_slot"), [(0, 0), (7, 7), (7, 9), (30, 36)])
+def test_a_block_with_a_gap_before_it_sees_context_and_itself_alone(context, block_slot, window):
+    block, capacity = 4, 40
+    mask = placed_block_mask(context, block_slot, window, np.empty((block, capacity), dtype=np.bool_))
+    for row, slot in itertools.product(range(block), range(capacity)):
+        in_window = window is None or slot > context + row - window
+        assert mask[row, slot] == ((slot < context and in_window) or block_slot <= slot < block_slot + block), (row, slot)

@@ -18,12 +18,13 @@ from domino_deploy.bench.machine import this_machine, versions
 from domino_deploy.bench.measure import Decode, Mode, Prompt
 from domino_deploy.bench.settings import Settings
 from domino_deploy.bench.tasks import KINDS, PromptSet, select
+from domino_deploy.cli.backend_flags import backend_flags
 from domino_deploy.cli.console import Verbosity, echo_json, echo_table, progress
 from domino_deploy.errors import CapacityError, VerificationError, listed
 from domino_deploy.precision import Dtype
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import Drafter
-from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, Backend, DrafterChoice, GenerationParams, Session
+from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, Backend, DrafterChoice, GenerationParams, Provider, Session
 
 _DEFAULT = Settings()
 _WARM_UP = "Count from one to twenty."
@@ -59,12 +60,7 @@ _WARM_UP = "Count from one to twenty."
 )
 @click.option("--no-prompt-lookup", is_flag=True, help="Leave out the comparison with prompt lookup.")
 @click.option("--raw", is_flag=True, help="Take prompts as they are, without the chat template.")
-@click.option(
-    "--backend",
-    type=click.Choice([backend.value for backend in Backend]),
-    default=_DEFAULT.backend.value,
-    help="ort serves; eager is the PyTorch reference.",
-)
+@backend_flags
 @click.option(
     "--max-model-len",
     type=int,
@@ -90,6 +86,7 @@ def bench(
     no_prompt_lookup: bool,
     raw: bool,
     backend: str,
+    provider: str,
     max_model_len: int | None,
     threads: int | None,
     json: bool,
@@ -114,6 +111,7 @@ def bench(
         has_prompt_lookup=not no_prompt_lookup and drafter != DrafterChoice.PROMPT_LOOKUP,
         is_raw=raw,
         backend=Backend(backend),
+        provider=Provider(provider),
         max_model_len=max_model_len,
         threads=threads,
     )
@@ -122,7 +120,14 @@ def bench(
         click.echo(note, err=True)
     with progress(ctx) as step:
         step(f"Opening {bundle}")
-        session = Session.open(bundle, backend=settings.backend, drafter=settings.drafter, max_model_len=max_model_len, threads=threads)
+        session = Session.open(
+            bundle,
+            backend=settings.backend,
+            provider=settings.provider,
+            drafter=settings.drafter,
+            max_model_len=max_model_len,
+            threads=threads,
+        )
     with session:
         tokenised = _tokenised(session, selection.sets, settings)
         warm_up = session.prompt_ids(_WARM_UP, chat=not raw)

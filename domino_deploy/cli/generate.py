@@ -9,10 +9,19 @@ from pathlib import Path
 
 import click
 
+from domino_deploy.cli.backend_flags import backend_flags
 from domino_deploy.cli.console import as_utf8, from_utf8, progress
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.protocols import Step
-from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, Backend, DrafterChoice, GenerationParams, SamplingParams, Session
+from domino_deploy.runtime.session import (
+    DEFAULT_MAX_MODEL_LEN,
+    Backend,
+    DrafterChoice,
+    GenerationParams,
+    Provider,
+    SamplingParams,
+    Session,
+)
 
 _SAMPLING = SamplingParams()
 _GENERATION = GenerationParams()
@@ -47,12 +56,7 @@ _GENERATION = GenerationParams()
     help="Where proposals come from.",
 )
 @click.option("--no-speculation", is_flag=True, help="Plain decoding: the same as --drafter none.")
-@click.option(
-    "--backend",
-    type=click.Choice([backend.value for backend in Backend]),
-    default=Backend.ORT.value,
-    help="ort serves; eager is the PyTorch reference.",
-)
+@backend_flags
 @click.option(
     "--max-model-len",
     type=int,
@@ -78,6 +82,7 @@ def generate(
     drafter: str,
     no_speculation: bool,
     backend: str,
+    provider: str,
     max_model_len: int | None,
     threads: int | None,
 ) -> None:
@@ -102,7 +107,14 @@ def generate(
     choice = DrafterChoice.NONE if no_speculation else DrafterChoice(drafter)
     with progress(ctx) as step:
         step(f"Opening {bundle}")
-        session = Session.open(bundle, backend=Backend(backend), drafter=choice, max_model_len=max_model_len, threads=threads)
+        session = Session.open(
+            bundle,
+            backend=Backend(backend),
+            provider=Provider(provider),
+            drafter=choice,
+            max_model_len=max_model_len,
+            threads=threads,
+        )
     with session:
         prompt_ids = session.prompt_ids(text, chat=not raw, system=None if system is None else as_utf8(system, "--system"))
         steps: list[Step] = []

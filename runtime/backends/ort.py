@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
-import onnxruntime
-from numpy.typing import NDArray
 
-from domino_deploy.bundle import BACKBONE_GRAPH, HEAD_GRAPH, TARGET_GRAPH, Bundle
+from domino_deploy.bundle import (
+    BACKBONE_GRAPH,
+    BACKBONE_TRUNK_GRAPH,
+    HEAD_GRAPH,
+    LM_HEAD_GRAPH,
+    TARGET_GRAPH,
+    TARGET_TRUNK_GRAPH,
+    Bundle,
+)
 from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
 from domino_deploy.errors import RequestError
 from domino_deploy.precision import Dtype
-from domino_deploy.runtime.backends.ort_graph import failing_as_bundle_error, open_graph
+from domino_deploy.runtime.backends.ort_binding import Array, BoundGraph
+from domino_deploy.runtime.backends.ort_provider import Provider, growth_rows
 from domino_deploy.runtime.kv_cache import CacheRows, block_mask, causal_mask, sliding_block_mask
 from domino_deploy.runtime.protocols import FloatArray, IntArray, Proposal, TargetRows
 from domino_deploy.signature import (
@@ -39,11 +45,12 @@ from domino_deploy.signature import (
     UNCERTIFIED,
     WRITE_INDEX,
     GraphForm,
-    GraphSignature,
     backbone_signature,
+    backbone_trunk_signature,
     head_signature,
+    lm_head_signature,
     target_signature,
-    updated,
+    target_trunk_signature,
 )
 
 # A pass over one row takes another path through matrix products than one over several and rounds otherwise, in the seventh digit.
@@ -51,12 +58,9 @@ from domino_deploy.signature import (
 # speculative decoding within some sentences.  From two rows on a row's numbers do not depend on how many others there are.
 _LEAST_ROWS = 2
 
-Array = NDArray[Any]
-Bind = Callable[..., None]  # IOBinding.bind_input or bind_output
-
 
 def open_pair(
-    bundle: Bundle, *, capacity: int, threads: int | None = None, with_drafter: bool = True
+    bundle: Bundle, *, capacity: int, threads: int | None = None, with_drafter: bool = True, provider: Provider = Provider.CPU
 ) -> tuple[OrtTarget, OrtDrafter | None]:
     """Target and drafter of a bundle.
 
@@ -65,9 +69,11 @@ def open_pair(
         capacity: tokens of the longest sequence.
         threads: threads inside an operator; None for one per physical core.
         with_drafter: False leaves the drafter's graphs unread.
+        provider: what ONNX Runtime computes on.
 
     Raises:
         BundleError: ONNX Runtime refuses a graph.
+        MissingDependencyError: ONNX Runtime lacks the provider, or cannot start it.
         RequestError: the bundle's precision does not run on ONNX Runtime's CPU.
     """
     if bundle.precision.activations is Dtype.BFLOAT16:
@@ -77,21 +83,66 @@ def open_pair(
         )
     path, config, form = bundle.path, bundle.drafter, bundle.form
     least_rows = _LEAST_ROWS if bundle.precision.is_quantised else 1
-    target = OrtTarget(path / TARGET_GRAPH, bundle.target, config.feature_size, capacity, threads, form, least_rows)
-    return target, OrtDrafter(path / BACKBONE_GRAPH, path / HEAD_GRAPH, config, capacity, threads, form) if with_drafter else None
+    # Without a drafter too: plain decoding is to run the very graphs that speculative decoding does.
+    lm_head = LmHead(path / LM_HEAD_GRAPH, bundle.target, form, threads, provider) if bundle.has_lm_head_apart else None
+    target_file, backbone_file = (TARGET_TRUNK_GRAPH, BACKBONE_TRUNK_GRAPH) if lm_head else (TARGET_GRAPH, BACKBONE_GRAPH)
+    target = OrtTarget(path / target_file, bundle.target, config.feature_size, capacity, threads, form, least_rows, lm_head, provider)
+    if not with_drafter:
+        return target, None
+    return target, OrtDrafter(path / backbone_file, path / HEAD_GRAPH, config, capacity, threads, form, lm_head, provider)
+
+
+class LmHead:
+    """The target's LM head in a session of its own, for target and drafter: ONNX Runtime packs weights once per session.
+
+    Args:
+        graph_file: `lm_head.onnx`.
+        config: the target's shape.
+        form: of the graphs.
+        threads: threads inside an operator; None for one per physical core.
+        provider: what computes it.
+
+    Raises:
+        BundleError: ONNX Runtime refuses the graph.
+    """
+
+    def __init__(
+        self,
+        graph_file: Path,
+        config: TargetConfig,
+        form: GraphForm = DEFAULT_FORM,
+        threads: int | None = None,
+        provider: Provider = Provider.CPU,
+    ) -> None:
+        self._graph = BoundGraph(graph_file, lm_head_signature(config, form), threads, provider)
+        self._vocab_size = config.vocab_size
+
+    def for_one(self) -> Callable[[Array], FloatArray]:
+        """The function hidden [B, N, M] -> logits [B, N, V] for one of its users, with memory of its own for the logits."""
+        graph = self._graph.sharing_session()
+
+        def logits_of(hidden: Array) -> FloatArray:
+            graph.bind_input(HIDDEN, hidden)
+            logits = graph.output(LOGITS, (*hidden.shape[:2], self._vocab_size))
+            graph.run()
+            return logits
+
+        return logits_of
 
 
 class OrtTarget:
     """A target for one sequence.
 
     Args:
-        graph_file: `target.onnx`.
+        graph_file: `target.onnx`, or `target_trunk.onnx` with an LM head.
         config: the target's shape.
         feature_size: width of its tapped features.
         capacity: rows its cache can hold at most.
         threads: threads inside an operator; None for one per physical core.
         form: of the graphs.
         least_rows: rows of a pass at least; a shorter one is filled up with rows that nothing sees.
+        lm_head: what makes logits of the trunk's hidden states.
+        provider: what computes the graph.
 
     Raises:
         BundleError: ONNX Runtime refuses the graph.
@@ -106,11 +157,15 @@ class OrtTarget:
         threads: int | None = None,
         form: GraphForm = DEFAULT_FORM,
         least_rows: int = 1,
+        lm_head: LmHead | None = None,
+        provider: Provider = Provider.CPU,
     ) -> None:
         self._config = config
         self._feature_size = feature_size
-        self._graph = BoundGraph(graph_file, target_signature(config, feature_size, form), threads)
-        self._rows = CacheRows(capacity)
+        signature = target_signature if lm_head is None else target_trunk_signature
+        self._graph = BoundGraph(graph_file, signature(config, feature_size, form), threads, provider)
+        self._logits_of = None if lm_head is None else lm_head.for_one()
+        self._rows = CacheRows(capacity, growth_rows(capacity, provider))
         self._least_rows = least_rows
 
     @property
@@ -141,9 +196,14 @@ class OrtTarget:
         causal_mask(start, graph.input(ATTENTION_MASK, (1, 1, rows, slots))[0, 0])
         graph.input(WRITE_INDEX, (1,))[0] = start
         graph.input(LOGIT_INDEX, (1, logit_rows))[0] = np.arange(wanted - num_logits, wanted - num_logits + logit_rows).clip(max=wanted - 1)
-        logits = graph.output(LOGITS, (1, logit_rows, self._config.vocab_size))
         features = graph.output(FEATURES, (1, rows, self._feature_size))
-        graph.run()
+        if self._logits_of is None:
+            logits = graph.output(LOGITS, (1, logit_rows, self._config.vocab_size))
+            graph.run()
+        else:
+            hidden = graph.output(HIDDEN, (1, logit_rows, self._config.hidden_size))
+            graph.run()
+            logits = self._logits_of(hidden)
         return TargetRows(logits=logits[0, :num_logits], features=features[0, :wanted])
 
     def commit(self, rows: int) -> None:
@@ -154,12 +214,13 @@ class OrtDrafter:
     """A Domino or DFlash drafter for one sequence.
 
     Args:
-        backbone_file: `backbone.onnx`.
+        backbone_file: `backbone.onnx`, or `backbone_trunk.onnx` with an LM head.
         head_file: `head.onnx`.
         config: the drafter's shape.
         capacity: tokens of the longest sequence to draft for.
         threads: as for `OrtTarget`.
         form: likewise.
+        lm_head: likewise.
 
     Raises:
         BundleError: ONNX Runtime refuses a graph.
@@ -173,13 +234,17 @@ class OrtDrafter:
         capacity: int,
         threads: int | None = None,
         form: GraphForm = DEFAULT_FORM,
+        lm_head: LmHead | None = None,
+        provider: Provider = Provider.CPU,
     ) -> None:
         self._config = config
-        self._backbone = BoundGraph(backbone_file, backbone_signature(config, form), threads)
-        self._head = BoundGraph(head_file, head_signature(config, form), threads)
+        signature = backbone_signature if lm_head is None else backbone_trunk_signature
+        self._backbone = BoundGraph(backbone_file, signature(config, form), threads, provider)
+        self._logits_of = None if lm_head is None else lm_head.for_one()
+        self._head = BoundGraph(head_file, head_signature(config, form), threads, provider)
         self._is_pooled = config.kind is DrafterKind.DOMINO and form.candidate_pool > 0
         self._vocab_size = form.draft_vocab_size or config.vocab_size
-        self._rows = CacheRows(capacity + config.block_size)
+        self._rows = CacheRows(capacity + config.block_size, growth_rows(capacity + config.block_size, provider))
 
     @property
     def max_proposals(self) -> int:
@@ -192,13 +257,13 @@ class OrtDrafter:
     def propose(self, token_ids: Sequence[int], features: FloatArray, count: int) -> Proposal:
         """See `protocols.Drafter`."""
         started = perf_counter()
-        hidden, base_logits = self._run_backbone(token_ids, features)
+        hidden, base_logits = self._run_backbone(token_ids, features, count)
         drafted_at = perf_counter()
         head = self._head
         if self._config.kind is DrafterKind.DOMINO:
             head.input(ANCHOR_IDS, (1,))[0] = token_ids[-1]
-            head.bind_input(HIDDEN, hidden[:, :count])
-        head.bind_input(BASE_LOGITS, base_logits[:, :count])
+            head.bind_input(HIDDEN, hidden)
+        head.bind_input(BASE_LOGITS, base_logits)
         drafts = head.output(DRAFT_IDS, (1, count))
         uncertified = head.output(UNCERTIFIED, (1,)) if self._is_pooled else None
         head.run()
@@ -211,8 +276,8 @@ class OrtDrafter:
             uncertified=0 if uncertified is None else int(uncertified[0]),
         )
 
-    def _run_backbone(self, token_ids: Sequence[int], features: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Hidden states [1, N, M] and base logits [1, N, V]; the features become part of the cache, the block does not."""
+    def _run_backbone(self, token_ids: Sequence[int], features: FloatArray, count: int) -> tuple[FloatArray, FloatArray]:
+        """Hidden states [1, count, M] and base logits [1, count, V]; the features become part of the cache, the block does not."""
         config, graph = self._config, self._backbone
         self._rows.expect_features(len(features), len(token_ids))
         start, context, block = self._rows.length, len(token_ids) - 1, config.block_size
@@ -228,98 +293,11 @@ class OrtDrafter:
             sliding_block_mask(context, config.sliding_window, graph.input(SLIDING_MASK, (1, 1, block, slots))[0, 0])
         graph.input(WRITE_INDEX, (1,))[0] = start
         hidden = graph.output(HIDDEN, (1, config.num_proposals, config.hidden_size))
-        base_logits = graph.output(BASE_LOGITS, (1, config.num_proposals, self._vocab_size))
-        graph.run()
+        if self._logits_of is None:
+            base_logits = graph.output(BASE_LOGITS, (1, config.num_proposals, self._vocab_size))[:, :count]
+            graph.run()
+        else:
+            graph.run()
+            base_logits = self._logits_of(hidden[:, :count])
         self._rows.commit(len(features))
-        return hidden, base_logits
-
-
-class BoundGraph:
-    """An ONNX Runtime session whose inputs and outputs live in numpy arrays.
-
-    Args:
-        graph_file: the graph.
-        signature: its inputs and outputs.
-        threads: threads inside an operator; None for ONNX Runtime's default, one per physical core.
-
-    Raises:
-        BundleError: ONNX Runtime refuses the graph, or it is not the graph of this signature.
-    """
-
-    def __init__(self, graph_file: Path, signature: GraphSignature, threads: int | None = None) -> None:
-        self._file = graph_file
-        self._session = open_graph(graph_file, signature, _options(threads))
-        self._binding = self._session.io_binding()
-        specs = (*signature.inputs, *signature.outputs)
-        self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in specs}
-        outputs = {spec.name for spec in signature.outputs}
-        caches = [spec for spec in signature.inputs if updated(spec.name) in outputs]
-        self._heads_and_width = {spec.name: (int(spec.shape[1]), int(spec.shape[3])) for spec in caches}
-        self._caches: dict[str, Array] = {}
-        self._slots = 0
-        self._buffers: dict[str, Array] = {}
-        self._bound: dict[str, Array] = {}
-
-    def input(self, name: str, shape: tuple[int, ...]) -> Array:
-        """The memory of an input, to be filled before `run`."""
-        return self._memory(name, shape, self._binding.bind_input)
-
-    def output(self, name: str, shape: tuple[int, ...]) -> Array:
-        """The memory of an output, filled by `run`."""
-        return self._memory(name, shape, self._binding.bind_output)
-
-    def bind_input(self, name: str, array: Array) -> None:
-        """Read an input from an array of the caller's (contiguous, of the signature's dtype); it is kept alive until the next one."""
-        self._bind(name, array, self._binding.bind_input)
-
-    def grow_caches(self, slots: int) -> int:
-        """Make the caches at least `slots` long, rows kept; returns their length."""
-        if slots > self._slots:
-            for name, (heads, width) in self._heads_and_width.items():
-                # Zeros: a masked slot still takes part, times 0, and garbage may be NaN.
-                cache = np.zeros((1, heads, slots, width), self._dtypes[name])
-                if self._slots:
-                    cache[:, :, : self._slots] = self._caches[name]
-                self._caches[name] = cache
-                self._bind(name, cache, self._binding.bind_input)
-                self._bind(updated(name), cache, self._binding.bind_output)
-            self._slots = slots
-        return self._slots
-
-    def release_caches(self) -> None:
-        """Start over with short ones: a pass takes as long as the caches bound."""
-        self._slots = 0
-
-    def run(self) -> None:
-        """One pass.
-
-        Raises:
-            BundleError: an operator of the graph fails.
-        """
-        with failing_as_bundle_error(self._file, "runs"):
-            self._session.run_with_iobinding(self._binding)
-
-    def _memory(self, name: str, shape: tuple[int, ...], bind: Bind) -> Array:
-        array = self._bound.get(name)
-        if array is None or array.shape != shape:
-            size = int(np.prod(shape))
-            if name not in self._buffers or self._buffers[name].size < size:
-                self._buffers[name] = np.empty(size, self._dtypes[name])
-            array = self._buffers[name][:size].reshape(shape)
-            self._bind(name, array, bind)
-        return array
-
-    def _bind(self, name: str, array: Array, bind: Bind) -> None:
-        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        self._bound[name] = array
-
-
-def _options(threads: int | None) -> onnxruntime.SessionOptions:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or 0  # 0: one per physical core
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors: it warns of optimisations that it leaves out, such as turning a large LM head at once
-    # Threads wait for the next operator by spinning, which is ONNX Runtime's default; but not beyond the pass, since the
-    # sessions of target, backbone and head take turns and would take each other's cores.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    return options
+        return hidden[:, :count], base_logits

@@ -11,6 +11,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from domino_deploy.errors import BundleError, listed
+from domino_deploy.runtime.backends.ort_provider import Provider
 from domino_deploy.signature import GraphSignature, TensorSpec
 
 # ONNX Runtime's names of the dtypes in `signature.py`.
@@ -18,23 +19,32 @@ _ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "int64":
 
 
 def open_graph(
-    graph_file: Path, signature: GraphSignature, options: onnxruntime.SessionOptions, *, content: bytes | None = None
+    graph_file: Path,
+    signature: GraphSignature,
+    options: onnxruntime.SessionOptions,
+    *,
+    content: bytes | None = None,
+    provider: Provider = Provider.CPU,
 ) -> onnxruntime.InferenceSession:
-    """A graph on the CPU, its inputs and outputs compared with the signature: memory is bound by it.
+    """A graph, its inputs and outputs compared with the signature: memory is bound by it.
 
     Args:
         graph_file: the graph.
         signature: its inputs and outputs.
         options: of the session.
         content: another graph in its place, whose weights lie where the file's do.
+        provider: what computes it.
 
     Raises:
         BundleError: ONNX Runtime refuses the graph, or it is not the graph of this signature.
+        MissingDependencyError: ONNX Runtime lacks the provider, or cannot start it.
     """
+    provider.check_offered(onnxruntime.get_available_providers())
     with failing_as_bundle_error(graph_file, "can be opened"):
         if content is not None:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph_file.parent))
-        session = onnxruntime.InferenceSession(content or graph_file, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(content or graph_file, options, providers=provider.execution_providers)
+    provider.check_started(session.get_providers())
     problems = [
         *_differences("input", signature.inputs, session.get_inputs()),
         *_differences("output", signature.outputs, session.get_outputs()),

@@ -1,0 +1,139 @@
+"""Engines at work: deserialised, with one execution context per optimisation profile, their passes replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from domino_deploy.engines import BUILD_AGAIN, EngineGraph
+from domino_deploy.errors import EngineError, listed
+from domino_deploy.runtime.backends.trt_memory import Shape, Stream
+
+# TensorRT's names of the dtypes in `signature.py`.
+_DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
+
+
+class Engine:
+    """A deserialised engine.
+
+    Args:
+        module: the TensorRT that built it.
+        file: the engine.
+        graph: what it is, by the manifest.
+        stream: on which its contexts run.
+
+    Raises:
+        EngineError: TensorRT refuses it, or it has not the inputs and outputs of the manifest.
+    """
+
+    def __init__(self, module: ModuleType, file: Path, graph: EngineGraph, stream: Stream) -> None:
+        self.file = file
+        self.stream = stream
+        # A runtime must outlive its engines.
+        self._runtime = module.Runtime(module.Logger(module.Logger.ERROR))
+        self._engine = self._runtime.deserialize_cuda_engine(file.read_bytes())
+        if self._engine is None:
+            raise EngineError(
+                f"{file}: expected an engine that TensorRT can read here, found one that it refuses (see above). {BUILD_AGAIN}"
+            )
+        problems = list(_differences(self._engine, graph))
+        if problems:
+            raise EngineError(listed(f"{file}: the engine is not the one that its manifest describes", problems, BUILD_AGAIN))
+
+    def context(self, profile: int, addresses: Mapping[str, int]) -> Context:
+        """A context of one profile with memory for every input and output.
+
+        Raises:
+            EngineError: TensorRT makes none.
+        """
+        context = self._engine.create_execution_context()
+        if context is None or not context.set_optimization_profile_async(profile, self.stream.handle):
+            raise EngineError(f"{self.file}: expected an execution context of profile {profile}, found none (see above). {BUILD_AGAIN}")
+        self.stream.synchronise()
+        return Context(self, context, addresses)
+
+
+class Context:
+    """One engine in one profile; made by `Engine.context`."""
+
+    def __init__(self, engine: Engine, context: Any, addresses: Mapping[str, int]) -> None:
+        self._engine = engine
+        self._context = context
+        self._shapes: dict[str, Shape] = {}
+        for name, address in addresses.items():
+            self._accepted(context.set_tensor_address(name, address), f"an address for {name}")
+
+    def set_shapes(self, shapes: Mapping[str, Shape]) -> None:
+        """Shapes of inputs for the passes to come.
+
+        Raises:
+            EngineError: one lies outside of the profile.
+        """
+        for name, shape in shapes.items():
+            if self._shapes.get(name) != shape:
+                self._accepted(self._context.set_input_shape(name, shape), f"the shape {list(shape)} of {name}")
+                self._shapes[name] = shape
+
+    def enqueue(self) -> None:
+        """Put one pass on the stream.
+
+        Raises:
+            EngineError: TensorRT refuses.
+        """
+        self._accepted(self._context.execute_async_v3(self._engine.stream.handle), "a pass")
+
+    @property
+    def can_be_captured(self) -> bool:
+        """TensorRT-RTX says whether a pass may become part of a CUDA graph; TensorRT's always may, behind a first one."""
+        asked = getattr(self._context, "is_stream_capturable", None)
+        return asked is None or bool(asked(self._engine.stream.handle))
+
+    def _accepted(self, result: bool, what: str) -> None:
+        if not result:
+            raise EngineError(
+                f"{self._engine.file}: expected an engine that takes {what}, found one that refuses (see above). {BUILD_AGAIN}"
+            )
+
+
+class Replay:
+    """A pass that is the same every time, shapes and addresses: run as it is once, then captured, then replayed.
+
+    The first one is plain because TensorRT allocates in it, which must not happen while a graph is captured.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._has_run = False
+        self._graph: int | None = None
+
+    def run(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Put `work`, the same in every call, on the stream."""
+        if self._graph is not None:
+            stream.cuda.launch(self._graph, stream.handle)
+        elif self._has_run and self._context.can_be_captured:
+            stream.cuda.begin_capture(stream.handle)
+            work()
+            self._graph = stream.cuda.end_capture(stream.handle)
+            weakref.finalize(self, stream.cuda.destroy_graph, self._graph)
+            stream.cuda.launch(self._graph, stream.handle)
+        else:
+            work()
+            self._has_run = True
+
+
+def _differences(engine: Any, graph: EngineGraph) -> Iterator[str]:
+    """A line for each input or output that is missing, surplus, or of another type or shape."""
+    names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    for spec in (*graph.inputs, *graph.outputs):
+        if spec.name not in names:
+            yield f"{spec.name}: missing"
+            continue
+        names.discard(spec.name)
+        expected = (_DTYPES[spec.dtype], [size if isinstance(size, int) else -1 for size in spec.shape])
+        actual = (engine.get_tensor_dtype(spec.name).name, list(engine.get_tensor_shape(spec.name)))
+        if actual != expected:
+            yield f"{spec.name}: expected {expected[0]} {expected[1]}, found {actual[0]} {actual[1]}"
+    yield from (f"{name}: unknown" for name in sorted(names))
