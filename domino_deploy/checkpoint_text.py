@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from domino_deploy.checkpoint_source import file_in
-from domino_deploy.errors import CheckpointError
+from domino_deploy.errors import CheckpointError, MissingDependencyError
 from domino_deploy.strict_json import JsonObject, read_object
 
 TOKENIZER = "tokenizer.json"
@@ -21,13 +22,39 @@ def tokenizer_file(folder: Path) -> Path:
         CheckpointError: there is none, or it is a link that leaves the checkpoint.
     """
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not os.path.lexists(path):
         others = sorted(file.name for file in folder.iterdir() if "token" in file.name or file.name == "vocab.json")
         raise CheckpointError(
             f"{folder.name}: expected {TOKENIZER}, found {', '.join(others) or 'no tokenizer file at all'}. Save the tokenizer in the "
             "fast format (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)) beside the weights."
         )
     return file_in(folder, TOKENIZER)
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Check that the folder's tokenizer parses and knows no token that a model of `vocab_size` has no row for.
+
+    Raises:
+        CheckpointError: there is none, it does not parse, or it is another model's.
+        MissingDependencyError: the package tokenizers is not installed.
+    """
+    path = tokenizer_file(folder)
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingDependencyError("Expected the package tokenizers, found it not installed. Run: pip install domino-deploy") from error
+    try:
+        ids = tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises no type of its own
+        raise CheckpointError(
+            f"{path}: expected a tokenizer, found one that does not parse: {error}. Fetch the checkpoint again."
+        ) from error
+    token = max(ids, key=lambda token: ids[token], default=None)
+    if token is None or ids[token] >= vocab_size:
+        found = "none" if token is None else f"{ids[token]} ({token!r:.40})"
+        raise CheckpointError(
+            f"{path}: expected token ids below {vocab_size}, the vocab_size of config.json, found {found}. Use the target's own tokenizer."
+        )
 
 
 def chat_template(folder: Path) -> str | None:

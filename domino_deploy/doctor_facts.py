@@ -135,7 +135,7 @@ def gpus_of(listing: str) -> tuple[Gpu, ...]:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == len(_SMI_FIELDS):
             name, driver, mebibytes, capability = fields
-            memory = int(mebibytes) * 2**20 if mebibytes.isdigit() else None
+            memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else None
             gpus.append(Gpu(name=name, driver=driver, memory_bytes=memory, compute_capability=capability))
     return tuple(gpus)
 
@@ -166,7 +166,7 @@ def _text(file: Path) -> str:
 def _gpus() -> tuple[Gpu, ...]:
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SMI_SECONDS)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=_SMI_SECONDS)
     except (OSError, subprocess.TimeoutExpired):  # not installed, or a driver that does not answer
         return ()
     return gpus_of(done.stdout) if done.returncode == 0 else ()

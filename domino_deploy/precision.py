@@ -75,9 +75,19 @@ class Precision:
     def of(
         cls, dtype: Dtype, *, drafter: Dtype | None = None, lm_head: Dtype | None = None, block_size: int = 32, symmetric: bool = True
     ) -> Precision:
-        """`dtype` for all parts but those named; the LM head of an int4 pair is int8 by default, since tokens are chosen with it."""
+        """`dtype` for all parts but those named; the LM head of an int4 pair is int8 by default, since tokens are chosen with it.
+
+        Raises:
+            RequestError: as the class, or a choice for blocks where no part has any.
+        """
         default_head = Dtype.INT8 if dtype is Dtype.INT4 else dtype
-        return cls(target=dtype, drafter=drafter or dtype, lm_head=lm_head or default_head, block_size=block_size, symmetric=symmetric)
+        made = cls(target=dtype, drafter=drafter or dtype, lm_head=lm_head or default_head, block_size=block_size, symmetric=symmetric)
+        if not made.is_quantised and (block_size, symmetric) != (cls.block_size, cls.symmetric):
+            raise RequestError(
+                f"Expected a block size or zero points for int8 or int4 only, found them for {made.name}. "
+                "Leave them out, or choose one of these precisions for a part."
+            )
+        return made
 
     @property
     def activations(self) -> Dtype:

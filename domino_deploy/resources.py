@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -32,6 +33,6 @@ def are_on_one_filesystem(one: Path, other: Path) -> bool:
 def existing(path: Path) -> Path:
     """`path` with links followed, or the nearest folder above it that exists."""
     path = path.absolute()
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:  # false too for a name that is too long
         path = path.parent
     return path.resolve()

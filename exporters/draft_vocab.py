@@ -7,6 +7,7 @@ for each block; text is unchanged, since the target verifies with its whole LM h
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -135,7 +136,7 @@ def write_draft_vocab(
     kind, problems = SAFETENSORS[dtype], []
     # The integers go first, so that everything behind them is aligned.
     layout = {TOKEN_IDS: ("I64", (len(ids),)), **{name: (kind, (len(ids), entry.shape[1])) for name, entry in matrices.items()}}
-    with file.open("wb") as output:
+    with file.open("xb") as output:  # never into a file that is linked to the checkpoint's
         output.write(header_for(layout)[0])
         output.write(struct.pack(f"<{len(ids)}q", *ids))
         for entry in matrices.values():
@@ -166,7 +167,7 @@ def _write_rows(output: BinaryIO, entry: TensorEntry, ids: Sequence[int], dtype:
 
 
 def _files(source: Path) -> list[Path]:
-    if not source.is_dir():
+    if not os.path.isdir(source):
         return [source]
     files = sorted(source.glob("responses-*.jsonl"))
     if not files:
@@ -190,7 +191,7 @@ def _token_runs(file: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
         try:
             for text_or_ids in _contents(json.loads(line)):
                 yield tokenizer.encode(text_or_ids, add_special_tokens=False) if isinstance(text_or_ids, str) else text_or_ids
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, RequestError) as error:
             problems.append(f"line {number}: {error}")
     if problems:
         raise RequestError(listed(f"{file}: expected {_FORM} in every line, found", shortened(problems, most=20), "Correct these lines."))
@@ -227,7 +228,7 @@ def _text(file: Path) -> str:
 
 
 def _check_range(ids: Iterable[int], vocab_size: int, where: Path) -> None:
-    foreign = [str(token) for token in sorted({token for token in ids if not 0 <= token < vocab_size})]
+    foreign = [f"{token!s:.40}" for token in sorted({token for token in ids if not 0 <= token < vocab_size})]
     if foreign:
         advice = "Use token ids of this target's tokenizer."
         raise RequestError(listed(f"{where}: expected token ids in [0, {vocab_size}), found", shortened(foreign, most=20), advice))

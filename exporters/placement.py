@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from domino_deploy.bundle import DRAFT_VOCAB
 from domino_deploy.checkpoint import Checkpoint
 from domino_deploy.config import DrafterConfig, TargetConfig
-from domino_deploy.errors import RequestError, listed
+from domino_deploy.errors import CheckpointError, RequestError, listed
 from domino_deploy.precision import Dtype, Precision
 from domino_deploy.safetensors_header import TensorEntry
 from domino_deploy.stored_weights import DTYPES, stored_bytes, wanted_dtype
@@ -49,7 +50,14 @@ def file_plans(checkpoint: AnyCheckpoint, precision: Precision) -> list[FilePlan
 
     Raises:
         RequestError: a matrix that is to be quantised has an input axis that is no whole number of blocks.
+        CheckpointError: a file has a name that a bundle gives to another.
     """
+    files = sorted({entry.file for entry in checkpoint.tensors.values()})
+    if any(file.name == DRAFT_VOCAB for file in files):
+        raise CheckpointError(
+            f"{checkpoint.folder}: expected weight files by other names than {DRAFT_VOCAB}, which bundles use themselves, found one. "
+            "Rename it, in the index too."
+        )
     wanted = wanted_dtypes(checkpoint, precision)
     problems = [
         f"{name}: {checkpoint.tensors[name].shape[1]} inputs"
@@ -64,7 +72,6 @@ def file_plans(checkpoint: AnyCheckpoint, precision: Precision) -> list[FilePlan
                 "Choose a smaller block size, or another precision for that part.",
             )
         )
-    files = sorted({entry.file for entry in checkpoint.tensors.values()})
     return [
         FilePlan(source=file, tensors={name: (entry, wanted[name]) for name, entry in checkpoint.tensors.items() if entry.file == file})
         for file in files

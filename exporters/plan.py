@@ -6,6 +6,7 @@ Files and bytes are exact but for the graphs; memory and time are estimates from
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -14,14 +15,15 @@ from typing import Any
 
 from domino_deploy.bundle import DRAFT_VOCAB, DRAFTER_FOLDER, TARGET_FOLDER
 from domino_deploy.checkpoint import Checkpoint
-from domino_deploy.checkpoint_text import tokenizer_file
+from domino_deploy.checkpoint_text import check_tokenizer, tokenizer_file
 from domino_deploy.config import DrafterConfig, TargetConfig
+from domino_deploy.errors import BundleError
 from domino_deploy.exporters.placement import FilePlan, Placement, file_plans
 from domino_deploy.exporters.stored import PIECE_VALUES
 from domino_deploy.memory_plan import draft_vocabulary_bytes
 from domino_deploy.pairing import check_pairing
 from domino_deploy.precision import Dtype, Precision
-from domino_deploy.resources import are_on_one_filesystem, free_disk, free_memory
+from domino_deploy.resources import are_on_one_filesystem, existing, free_disk, free_memory
 
 # Measured on an AMD EPYC with 2 cores (AVX-512), random pairs in the shape of Qwen3-4B with bf16 weights, by
 #     scripts/bench_export --shape qwen3-4b --dtype bfloat16 (float32, int4; --layers 4, 12)
@@ -140,10 +142,13 @@ def plan_export(
     Raises:
         PairingError: the two do not belong together.
         RequestError: matrices that do not divide into blocks.
-        CheckpointError: the target has no tokenizer.
+        CheckpointError: the target has no tokenizer, or another model's.
+        BundleError: no folder can be at `output`.
     """
     output = Path(output)
     pairing = check_pairing(target.config, drafter.config)
+    check_tokenizer(target.folder, target.config.vocab_size)
+    _check_place(output)
     files: list[PlannedFile] = []
     seconds = 0.0
     for folder, checkpoint in ((TARGET_FOLDER, target), (DRAFTER_FOLDER, drafter)):
@@ -175,6 +180,14 @@ def plan_export(
         warnings=(),
     )
     return replace(plan, warnings=tuple(_warnings(plan, placement, verified_layers)))
+
+
+def _check_place(output: Path) -> None:
+    above = existing(output.parent)
+    if not above.is_dir():
+        raise BundleError(f"{output}: expected a folder to make it in, found the file {above}. Choose another output folder.")
+    if not os.access(above, os.W_OK):
+        raise BundleError(f"{output}: expected a folder that can be written to, found {above}, which cannot. Choose another output folder.")
 
 
 def _planned(folder: str, file: FilePlan, precision: Precision, placement: Placement, output: Path) -> PlannedFile:
@@ -210,7 +223,7 @@ def _warnings(plan: ExportPlan, placement: Placement, verified_layers: int | Non
     if not plan.fits:
         free = _gigabytes(plan.free_disk_bytes or 0)
         yield f"the disk has room for {free} of {_gigabytes(plan.written_bytes)}: free some, or choose another folder"
-    if Path(plan.output).exists():
+    if os.path.exists(plan.output):
         yield f"{plan.output} exists: only --force replaces it, and until then both need room"
     if plan.free_memory_bytes is None:
         return

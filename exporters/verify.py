@@ -21,6 +21,7 @@ from domino_deploy.exporters import verify_layers
 from domino_deploy.exporters.precision import float32_copy
 from domino_deploy.exporters.stored import load_stored, read_tensor, stored_tensors
 from domino_deploy.exporters.verify_cases import SENTENCES, Case, TokenRows, backbone_cases, head_cases, target_cases
+from domino_deploy.exporters.verify_exact import exact_copy
 from domino_deploy.exporters.verify_generation import compare_generation
 from domino_deploy.exporters.verify_metrics import case_lines
 from domino_deploy.exporters.verify_records import VerificationLine, VerificationReport
@@ -31,7 +32,7 @@ from domino_deploy.model.drafter import DrafterModel
 from domino_deploy.model.head import CandidatePool
 from domino_deploy.model.loading import TORCH_DTYPES
 from domino_deploy.model.target import TargetModel
-from domino_deploy.precision import Dtype
+from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.backends.ort_graph import open_graph, run_graph
 from domino_deploy.runtime.text import Tokenizer
 from domino_deploy.signature import FEATURES, GraphSignature, backbone_signature, head_signature, target_signature
@@ -41,15 +42,21 @@ __all__ = ["Tolerances", "VerificationLine", "VerificationReport", "compare", "v
 Progress = Callable[[str], None]
 Models = tuple[TargetModel, DrafterModel]
 
+_EXACT = ", exact products"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Graph:
-    """A graph to compare: its file, what is opened in the file's place, its signature, and the cases it is tried on."""
+    """A graph to compare: its file, what is opened in the file's place, its signature, the cases it is tried on, and whose bounds
+    it is held to; `variant` tells a second form of a graph from the first.
+    """
 
     file: Path
     content: bytes | None
     signature: GraphSignature
     cases: Callable[[], Iterator[Case]]
+    precision: Precision
+    variant: str = ""
 
 
 def verify_bundle(
@@ -96,7 +103,7 @@ def compare(
     """
     tolerances = tolerances or Tolerances()
     if num_layers is not None:
-        verify_layers.check_layers(bundle, num_layers)
+        verify_layers.check_layers(bundle.target, num_layers)
     tokenizer = Tokenizer(bundle.path / TOKENIZER)
     tokens = TokenRows(_token_ids(tokenizer, bundle.target.vocab_size))
     progress("Loading the PyTorch models")
@@ -111,7 +118,8 @@ def compare(
             inputs = {name: array.astype(dtypes[name], copy=False) for name, array in case.inputs.items()}
             case = dataclasses.replace(case, expected={name: array for name, array in case.expected.items() if name in wanted})
             found = run_graph(session, graph.file, inputs)
-            lines += case_lines(case, found, partial(tolerances.of, graph=case.graph, precision=bundle.precision))
+            case = dataclasses.replace(case, name=case.name + graph.variant)
+            lines += case_lines(case, found, partial(tolerances.of, graph=case.graph, precision=graph.precision))
         del session
     report = VerificationReport(lines=tuple(lines), generated=(), precision=bundle.precision.name, num_layers=num_layers)
     if not report.passed:  # generation would only show the same once more
@@ -154,7 +162,9 @@ def _draft_vocab(bundle: Bundle) -> DraftVocab | None:
 
 
 def _graphs(bundle: Bundle, reference: Reference, tokens: TokenRows, num_layers: int | None) -> dict[str, _Graph]:
-    """How each graph is opened: bfloat16, which ONNX Runtime lacks on CPUs, as a private copy in float32; a target perhaps truncated."""
+    """How each graph is opened: bfloat16, which ONNX Runtime lacks on CPUs, as a private copy in float32; a quantised one first with
+    exact products; a target perhaps truncated.
+    """
     is_copied = bundle.precision.activations is Dtype.BFLOAT16
     form = dataclasses.replace(bundle.form, dtype=str(Dtype.FLOAT32)) if is_copied else bundle.form
     files = {name: bundle.path / file for name, file in GRAPHS.items()}
@@ -178,7 +188,14 @@ def _graphs(bundle: Bundle, reference: Reference, tokens: TokenRows, num_layers:
         "backbone": lambda: backbone_cases(reference, tokens),
         "head": lambda: head_cases(reference, tokens),
     }
-    return {name: _Graph(file=file, content=contents[name], signature=signatures[name], cases=cases[name]) for name, file in files.items()}
+    graphs: dict[str, _Graph] = {}
+    for name, file in files.items():
+        graph = _Graph(file=file, content=contents[name], signature=signatures[name], cases=cases[name], precision=bundle.precision)
+        if bundle.precision.is_quantised and name != "head":
+            exact = exact_copy(file, contents[name])
+            graphs[f"{name}{_EXACT}"] = dataclasses.replace(graph, content=exact, precision=Precision(), variant=_EXACT)
+        graphs[name] = graph
+    return graphs
 
 
 def _cut(cases: Iterator[Case], feature_size: int) -> Iterator[Case]:

@@ -24,9 +24,9 @@ from domino_deploy.signature import FEATURES, key_cache, updated, value_cache
 _FINAL_NORM = "target.model.norm.weight"
 
 
-def check_layers(bundle: Bundle, num_layers: int) -> None:
+def check_layers(target: TargetConfig, num_layers: int) -> None:
     """Raises RequestError unless a target of fewer layers remains."""
-    most = bundle.target.num_layers - 1
+    most = target.num_layers - 1
     if not 1 <= num_layers <= most:
         raise RequestError(
             f"Expected --num-layers from 1 to {most}, fewer than this target's layers, found {num_layers}. "

@@ -38,15 +38,17 @@ class Tolerance:
 # float32: both sides compute in fp32, so what remains is the order of summation: 3e-6 at most, measured with SmolLM2-135M (30
 # layers) and the tests' tiny models.  Ten times that leaves room for deeper models, and a wrong epsilon, angle or weight exceeds it.
 # bfloat16: compared as a float32 copy of the graph, so the same.
-# float16: 2.8e-3 at most, measured with the tests' tiny models (2^-11 per rounding, some ten roundings in a row).
-# int8, int4: weights are the same on both sides; activations are rounded to 8 bits in each product (5e-3 to 8e-3 of a product, see
-# precision.py): 6.3e-2 at most with the tests' tiny models, whose logits are far less certain than a trained model's.
+# float16: 2.6e-3 at most with the demo pair, 5.6e-3 with tiny ones, so this is twice the worst; cosine 0.999994 and more, so 3 times.
+# int8, int4: weights are the same on both sides, and with exact products (verify_exact.py) the error is at most 5.3e-6: float32's bound
+# holds.  This one is for the graphs as they ship: activations rounded to 8 bits in every product add up over the layers to at most
+# 6.8e-2 of the scale with blocks of 32, 1.4e-1 with 64 (demo pair), cosine 0.9951, so these are twice and three times the worst.
+# Commands: docs/precision.md, "Verification".
 TOLERANCES: Mapping[Dtype, Tolerance] = {
     Dtype.FLOAT32: Tolerance(rtol=3e-5, min_cosine=0.99999),
     Dtype.BFLOAT16: Tolerance(rtol=3e-5, min_cosine=0.99999),
-    Dtype.FLOAT16: Tolerance(rtol=1e-2, min_cosine=0.9999),
-    Dtype.INT8: Tolerance(rtol=1e-1, min_cosine=0.995),
-    Dtype.INT4: Tolerance(rtol=1e-1, min_cosine=0.995),
+    Dtype.FLOAT16: Tolerance(rtol=1e-2, min_cosine=0.99998),
+    Dtype.INT8: Tolerance(rtol=3e-1, min_cosine=0.985),
+    Dtype.INT4: Tolerance(rtol=3e-1, min_cosine=0.985),
 }
 
 

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from domino_deploy.checkpoint import INDEX, Checkpoint
-from domino_deploy.checkpoint_source import file_in
 from domino_deploy.errors import CheckpointError, ExportError, listed
 from domino_deploy.exporters.placement import FilePlan, Placement, file_plans
 from domino_deploy.exporters.quantisation import quantise
 from domino_deploy.exporters.stored import SCALES, TORCH_DTYPES, ZERO_POINTS, Stored, rows_of, stored_tensors, tied_name
 from domino_deploy.precision import Dtype, Precision
-from domino_deploy.safetensors_header import TensorEntry, header_for
+from domino_deploy.safetensors_header import TensorEntry, header_for, read_header
 from domino_deploy.stored_weights import SAFETENSORS, blocks_of
 
 _REPORT = "Please report this fault of the exporter."
@@ -51,15 +50,15 @@ def write_weights(checkpoint: Checkpoint[Any], folder: Path, precision: Precisio
         RequestError: matrices that do not divide into blocks.
         CheckpointError: a weight that is not finite in the type asked for.
     """
-    names: dict[str, str] = {}
-    for plan in file_plans(checkpoint, precision):
+    plans = file_plans(checkpoint, precision)
+    for plan in plans:
         file = folder / plan.source.name
         if plan.is_unchanged:
             _place(plan.source, file, placement)
         else:
-            names |= dict.fromkeys(_convert(plan, file, precision), file.name)
+            _convert(plan, file, precision)
     if (checkpoint.folder / INDEX).is_file():
-        _write_index(checkpoint, folder, names)
+        _write_index(folder, [plan.source.name for plan in plans])
     stored = stored_tensors(folder)
     return {name: stored[name] for name in checkpoint.tensors}
 
@@ -122,8 +121,8 @@ def _place(source: Path, file: Path, placement: Placement) -> None:
     shutil.copyfile(source, file)
 
 
-def _convert(plan: FilePlan, file: Path, precision: Precision) -> list[str]:
-    """A new safetensors file with the plan's tensors in their types; returns their names in it."""
+def _convert(plan: FilePlan, file: Path, precision: Precision) -> None:
+    """A new safetensors file with the plan's tensors in their types."""
     layout = {
         full: _part_layout(part, entry.shape, dtype, precision)
         for name, (entry, dtype) in plan.tensors.items()
@@ -131,7 +130,7 @@ def _convert(plan: FilePlan, file: Path, precision: Precision) -> list[str]:
     }
     begin, places = header_for(layout)
     problems = []
-    with file.open("wb") as output:
+    with file.open("xb") as output:
         output.write(begin)
         for name, (entry, dtype) in plan.tensors.items():
             if not _write_tensor(output, entry, dtype, precision, {part: places[full] for part, full in _parts(name, dtype, precision)}):
@@ -141,7 +140,6 @@ def _convert(plan: FilePlan, file: Path, precision: Precision) -> list[str]:
         raise CheckpointError(
             listed(f"{plan.source}: expected finite weights in the types asked for, found NaN or infinity in", problems, advice)
         )
-    return list(layout)
 
 
 def _parts(name: str, dtype: Dtype, precision: Precision) -> list[tuple[str, str]]:
@@ -181,13 +179,9 @@ def _write_tensor(output: BinaryIO, entry: TensorEntry, dtype: Dtype, precision:
     return is_finite
 
 
-def _write_index(checkpoint: Checkpoint[Any], folder: Path, converted: Mapping[str, str]) -> None:
-    """The source's index, or, where files were converted, one of what lies in the folder now."""
-    if not converted:
-        shutil.copyfile(file_in(checkpoint.folder, INDEX), folder / INDEX)
-        return
-    unchanged = {entry.name: entry.file.name for entry in checkpoint.tensors.values() if entry.file.name not in converted.values()}
-    index = {"metadata": {}, "weight_map": {**unchanged, **converted}}
+def _write_index(folder: Path, files: Iterable[str]) -> None:
+    """Of what lies in the folder now: names change with quantisation, and a file of nothing but copies or frequencies is left out."""
+    index = {"metadata": {}, "weight_map": {name: file for file in files for name in read_header(folder / file)}}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -412,6 +412,14 @@ SINGLE_FOLDERS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a huge config": (lambda f: os.truncate(f / CONFIG, 2**34), (CONFIG, "at most", str(2**34))),
 }
 
+
+def _named(folder: Path, file: str) -> None:
+    """Have the index name `file` for every tensor."""
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], file)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
 SHARDED_FOLDERS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a shard missing": (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), ("model-00002-of-00002.safetensors", "no such file")),
     "an index without weight_map": (lambda f: _index(f, lambda index: index.pop("weight_map")), (INDEX, "weight_map")),
@@ -424,6 +432,8 @@ SHARDED_FOLDERS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda f: _index(f, lambda index: index["weight_map"].pop("model.norm.weight")),
         ("model.norm.weight is in model-0000", "not in the index"),
     ),
+    "an index that names a pickle": (lambda f: _named(f, "pytorch_model.bin"), (INDEX, ".safetensors files", "pytorch_model.bin")),
+    "an index that names another file of the folder": (lambda f: _named(f, "config.json"), (INDEX, ".safetensors files", "config.json")),
     "an index that is no JSON": (lambda f: (f / INDEX).write_text("weights"), (INDEX, "valid JSON")),
 }
 

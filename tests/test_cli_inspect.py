@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper
 
 from domino_deploy.cli import main
+from tests.support.bundles import change_manifest
 from tests.support.checkpoints import drafter_config, drafter_shapes, write_drafter, write_target
 
 
@@ -101,6 +103,22 @@ def test_an_onnx_file_that_is_none_is_refused(content: bytes, tmp_path: Path) ->
     done = CliRunner().invoke(main, ["inspect", str(tmp_path / "torn.onnx")])
     assert (done.exit_code, done.stdout) == (4, "")
     assert "torn.onnx: expected an ONNX graph" in done.stderr
+
+
+def test_types_that_onnx_does_not_name_are_shown_by_number(tmp_path: Path) -> None:
+    values = [helper.make_tensor_value_info("x", TensorProto.UNDEFINED, None), helper.make_tensor_value_info("y", 99, [1])]
+    onnx.save(helper.make_model(helper.make_graph([], "g", values, [])), tmp_path / "odd.onnx")
+    (graph,) = facts_of(tmp_path / "odd.onnx")["graphs"].values()
+    assert [tensor["dtype"] for tensor in graph["inputs"]] == ["type 0 of ONNX", "type 99 of ONNX"]
+
+
+@pytest.mark.parametrize("report", [{}, {"lines": "x"}, {"lines": [1]}, {"lines": [{}]}])
+def test_figures_of_another_form_do_not_stop_the_rest(report: dict, tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    change_manifest(bundle, lambda manifest: manifest.update(verification=report))
+    done = CliRunner().invoke(main, ["inspect", str(bundle)])
+    assert done.exit_code == 0, done.output
+    assert "verification: recorded in another form than this version's\n" in done.stdout
 
 
 class TestParts:
@@ -192,6 +210,7 @@ class TestMemoryPlan:
             (("BUNDLE", "--dtype", "int4"), "Expected --dtype with a checkpoint only"),
             (("BUNDLE", "--target", "x"), "Expected --target with a checkpoint only"),
             (("BUNDLE", "--context", "99999"), "context must be at most"),
+            (("BUNDLE", "--memory", "nan"), "'nan' is no number"),
             (("BUNDLE/target.onnx", "--batch", "2"), "Expected a bundle or a checkpoint"),
             (("DRAFTER", "--batch", "2"), "expected the drafter's target"),
             (("DRAFTER", "--draft", "x"), "expected --target with a drafter"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -205,6 +206,13 @@ class TestCollecting:
             Gpu(name="NVIDIA GB10", driver="580.95.05", memory_bytes=None, compute_capability="12.1"),
         )
         assert gpus_of("") == gpus_of("No devices were found") == ()
+
+    def test_a_driver_that_answers_nonsense_is_no_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU \\377, 1, \302\262, 9.0\\n\\377'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        (gpu,) = doctor_facts.collect().machine.gpus
+        assert (gpu.name, gpu.memory_bytes) == ("GPU \N{REPLACEMENT CHARACTER}", None)
 
     @pytest.mark.parametrize("error", [FileNotFoundError(), PermissionError(), subprocess.TimeoutExpired("nvidia-smi", 10)])
     def test_a_driver_that_does_not_answer_is_no_gpu(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ class TestRanking:
     def test_refuses_what_is_not_there_or_not_text(self, tmp_path: Path) -> None:
         (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
         (tmp_path / "empty").mkdir()
-        for name in ("nowhere.txt", "binary.txt", "empty"):
+        for name in ("nowhere.txt", "binary.txt", "empty", "x" * 300):
             with pytest.raises(RequestError, match=name):
                 ranked(tmp_path / name, 1)
 
@@ -108,6 +108,7 @@ class TestReading:
         [
             ([1, 300, -1], "- -1\n  - 300"),
             ([4, 7, 4, 7, 1], "- 4\n  - 7"),
+            ([10**4000], "- 10{39}\n"),
             ([], "found \\[\\]"),
             ([1, True], "JSON list of token ids"),
             ({"ids": [1]}, "JSON list of token ids"),
@@ -154,9 +155,9 @@ class TestWriting:
         tensors[entry.name][IDS[3], 0] = 1e6
         save_file(tensors, entry.file)
         drafter = open_drafter(drafter.folder)
-        write_draft_vocab(target, drafter, IDS, tmp_path / "vocab.safetensors", Dtype.FLOAT32)
+        write_draft_vocab(target, drafter, IDS, tmp_path / "float32.safetensors", Dtype.FLOAT32)
         with pytest.raises(CheckpointError, match=r"float16, found NaN or infinity in\n  - .*embed_proj\.2"):
-            write_draft_vocab(target, drafter, IDS, tmp_path / "vocab.safetensors", Dtype.FLOAT16)
+            write_draft_vocab(target, drafter, IDS, tmp_path / "float16.safetensors", Dtype.FLOAT16)
 
     def test_a_quantised_type_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="found int4"):

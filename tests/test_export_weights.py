@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from domino_deploy.checkpoint import load_tensors, open_drafter, open_target
+from domino_deploy.checkpoint import INDEX, load_tensors, open_drafter, open_target
 from domino_deploy.errors import CheckpointError, ExportError
 from domino_deploy.exporters.placement import AnyCheckpoint, Placement
 from domino_deploy.exporters.stored import Stored, read_tensor, stored_tensors
@@ -85,6 +86,33 @@ def test_nested_heads_are_found_under_their_canonical_names(tmp_path: Path) -> N
         stored = place(source, tmp_path / precision.name, precision)
         assert "prefix_gru.weight_ih_l0" in stored
         assert not any(name.startswith("logit_head.") for name in stored)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.FLOAT16])
+def test_a_shard_of_nothing_but_copies_or_frequencies_is_left_out(name: str, dtype: Dtype, tmp_path: Path) -> None:
+    folder = write_target(tmp_path / "target", tied=True, shards=2)
+    index = json.loads((folder / INDEX).read_text())
+    embedding = load_file(folder / index["weight_map"]["model.embed_tokens.weight"])["model.embed_tokens.weight"]
+    save_file({name: embedding if name == "lm_head.weight" else torch.ones(8)}, folder / "last.safetensors")
+    index["weight_map"][name] = "last.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    source = open_target(folder)
+    stored = place(source, tmp_path / "new", Precision.of(dtype))
+    assert stored.keys() == source.tensors.keys() == stored_tensors(tmp_path / "new").keys()
+    assert not (tmp_path / "new" / "last.safetensors").exists()
+    assert open_target(_with_config(folder, tmp_path / "new")).tensors.keys() == source.tensors.keys()
+
+
+def test_a_file_named_like_one_of_the_bundles_own_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", write_target(tmp_path / "target"))
+    file = (folder / "model.safetensors").rename(folder / "draft_vocab.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(load_file(file), file.name)}))
+    before = file.read_bytes()
+    with pytest.raises(CheckpointError, match=r"draft_vocab\.safetensors, which bundles use themselves"):
+        place(open_drafter(folder), tmp_path / "new")
+    assert file.read_bytes() == before
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_weights_beyond_the_type_are_refused_by_name(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from domino_deploy.bundle import open_bundle
 from domino_deploy.checkpoint import open_drafter, open_target
-from domino_deploy.config import DrafterConfig, DrafterKind, Family, RopeConfig, TargetConfig
+from domino_deploy.checkpoint_config import target_config as parse_target
+from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
 from domino_deploy.errors import RequestError
 from domino_deploy.exporters.placement import Placement
 from domino_deploy.exporters.stored import stored_tensors
@@ -21,26 +22,8 @@ from domino_deploy.precision import Dtype, Precision
 from domino_deploy.signature import GraphForm
 from domino_deploy.stored_weights import DTYPES, PARTS, blocks_of, part_of, stored_bytes
 from tests.support.checkpoints import write_drafter, write_target
+from tests.support.public_targets import PUBLIC
 from tests.support.tiny_models import drafter_config, target_config
-
-
-def qwen3(width: int, intermediate: int, *, tied: bool) -> TargetConfig:
-    """Qwen3-4B and -8B: https://huggingface.co/Qwen."""
-    return TargetConfig(
-        family=Family.QWEN3,
-        vocab_size=151936,
-        hidden_size=width,
-        intermediate_size=intermediate,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1e6),
-        max_position_embeddings=40960,
-        has_qk_norm=True,
-        tie_word_embeddings=tied,
-    )
 
 
 def domino(target: TargetConfig) -> DrafterConfig:
@@ -63,7 +46,7 @@ def domino(target: TargetConfig) -> DrafterConfig:
     )
 
 
-QWEN3_4B, QWEN3_8B = qwen3(2560, 9728, tied=True), qwen3(4096, 12288, tied=False)
+QWEN3_4B, QWEN3_8B = (parse_target(PUBLIC[f"qwen3-{size}-domino-b16"], size) for size in ("4b", "8b"))
 PRECISIONS = [
     *(Precision.of(dtype) for dtype in Dtype),
     Precision.of(Dtype.INT4, symmetric=False, block_size=16),

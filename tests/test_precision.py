@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.checkpoint import open_target
 from domino_deploy.errors import CheckpointError, RequestError
-from domino_deploy.exporters.export import ExportOptions, export_bundle
+from domino_deploy.exporters.export import export_bundle
+from domino_deploy.exporters.options import ExportOptions
 from domino_deploy.exporters.stored import load_stored, stored_tensors
 from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.backends.ort_graph import open_graph, run_graph
@@ -175,6 +176,12 @@ class TestRefused:
     def test_an_odd_block_size(self) -> None:
         with pytest.raises(RequestError, match="block_size must be one of 16, 32"):
             Precision.of(Dtype.INT8, block_size=24)
+
+    @pytest.mark.parametrize("choice", [{"block_size": 64}, {"symmetric": False}])
+    def test_a_choice_for_blocks_where_there_are_none(self, choice: dict[str, int]) -> None:
+        with pytest.raises(RequestError, match=r"for int8 or int4 only, found them for float16\. Leave them out"):
+            Precision.of(Dtype.FLOAT16, **choice)  # type: ignore[arg-type]  # a keyword of either type
+        Precision.of(Dtype.FLOAT32, lm_head=Dtype.INT8, **choice)  # type: ignore[arg-type]
 
     def test_matrices_that_are_no_whole_number_of_blocks(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         options = ExportOptions(precision=Precision.of(Dtype.INT8, block_size=256))

@@ -18,7 +18,8 @@ from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.cli import main
 from domino_deploy.errors import RequestError
 from domino_deploy.exporters import verify_generation, verify_layers
-from domino_deploy.exporters.export import ExportOptions, export_bundle
+from domino_deploy.exporters.export import export_bundle
+from domino_deploy.exporters.options import ExportOptions
 from domino_deploy.exporters.stored import load_stored
 from domino_deploy.exporters.verify import VerificationReport, compare, verify_bundle
 from domino_deploy.exporters.verify_reference import Reference
@@ -40,7 +41,8 @@ def narrow(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def bundle(dtype: str) -> Path:
         if dtype not in made:
             folder, source = tmp_path_factory.mktemp("narrow") / dtype, tiny_bundle.parent
-            options = ExportOptions(precision=Precision.of(Dtype(dtype), block_size=BLOCK))
+            precision = Precision.of(Dtype(dtype), **({"block_size": BLOCK} if Dtype(dtype).is_quantised else {}))
+            options = ExportOptions(precision=precision)
             export_bundle(source / "drafter", source / "target", folder, options, verify=False)
             made[dtype] = folder
         return made[dtype]
@@ -48,9 +50,10 @@ def narrow(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return bundle
 
 
-def values(report: VerificationReport) -> list[float]:
-    """Of every output of numbers, the largest error as a part of its scale."""
-    return [line.max_rel_error for line in report.lines if line.max_rel_error is not None]
+def values(report: VerificationReport, *, exact: bool = False) -> list[float]:
+    """Of every output of numbers, the largest error as a part of its scale; of graphs with exact products, or of those that ship."""
+    lines = [line for line in report.lines if line.case.endswith("exact products") is exact]
+    return [line.max_rel_error for line in lines if line.max_rel_error is not None]
 
 
 @pytest.mark.slow
@@ -60,6 +63,9 @@ def test_each_precision_keeps_its_own_bound_and_not_float32s(dtype: str, narrow:
     assert report.passed, report.failure()
     assert report.precision == Precision.of(Dtype(dtype)).name
     assert max(values(report)) < 0.8 * TOLERANCES[Dtype(dtype)].rtol
+    if dtype in ("int8", "int4"):
+        assert len(values(report, exact=True)) > 20
+        assert max(values(report, exact=True)) < 0.3 * TOLERANCES[Dtype.FLOAT32].rtol
     if dtype == "bfloat16":
         assert report.generated == ()
         assert "does not run bfloat16" in report.notes[0]
@@ -70,14 +76,15 @@ def test_each_precision_keeps_its_own_bound_and_not_float32s(dtype: str, narrow:
 
 
 @pytest.mark.slow
-def test_a_wrong_weight_of_a_half_precision_bundle_is_found(narrow: Callable[[str], Path], tmp_path: Path) -> None:
-    bundle, copy = open_bundle(narrow("float16")), shutil.copytree(narrow("float16"), tmp_path / "bundle")
+@pytest.mark.parametrize(("dtype", "end"), [("float16", ""), ("int8", ".scales"), ("int4", ".scales")])
+def test_a_wrong_weight_of_a_narrow_bundle_is_found(dtype: str, end: str, narrow: Callable[[str], Path], tmp_path: Path) -> None:
+    bundle, copy = open_bundle(narrow(dtype)), shutil.copytree(narrow(dtype), tmp_path / "bundle")
     models = load_stored(bundle)
     file = copy / "target" / "model.safetensors"
-    entry = read_header(file)["model.layers.1.self_attn.o_proj.weight"]
+    entry = read_header(file)[f"model.layers.1.self_attn.o_proj.weight{end}"]
     with file.open("r+b") as content:  # one row of 32 zeroed: no huge number, merely a wrong one
         content.seek(entry.offset)
-        content.write(bytes(2 * entry.shape[1]))
+        content.write(bytes(entry.nbytes // entry.shape[0]))
     report = compare(dataclasses.replace(bundle, path=copy), models)
     assert not report.passed
     failed = [line for line in report.lines if not line.passed]

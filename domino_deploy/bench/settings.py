@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from domino_deploy.errors import RequestError, listed
 from domino_deploy.runtime.decode import GenerationParams
 from domino_deploy.runtime.sampling import SamplingParams
-from domino_deploy.runtime.session import Backend, DrafterChoice
+from domino_deploy.runtime.session import Backend, DrafterChoice, Provider
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Settings:
         has_prompt_lookup: also measure prompt lookup.
         is_raw: prompts without the chat template.
         backend: what runs the graphs.
+        provider: what ONNX Runtime computes on.
         max_model_len: as the session's.
         threads: as the session's.
     """
@@ -39,6 +40,7 @@ class Settings:
     has_prompt_lookup: bool = True
     is_raw: bool = False
     backend: Backend = Backend.ORT
+    provider: Provider = Provider.CPU
     max_model_len: int | None = None
     threads: int | None = None
 

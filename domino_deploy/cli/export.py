@@ -98,7 +98,8 @@ def export(
     """
     with needs("export"):
         from domino_deploy.exporters.draft_vocab import draft_vocab_of
-        from domino_deploy.exporters.export import ExportOptions, export_bundle
+        from domino_deploy.exporters.export import export_bundle
+        from domino_deploy.exporters.options import ExportOptions, check_request
         from domino_deploy.exporters.placement import Placement
         from domino_deploy.exporters.plan import plan_export
 
@@ -118,9 +119,11 @@ def export(
         draft_vocab=draft_vocab_of(target, target_revision, draft_vocab, draft_vocab_from),
     )
     if dry_run:
+        drafter, whole = open_drafter(ckpt, revision=revision), open_target(target, revision=target_revision)
+        check_request(options, whole.config, drafter.config, verify=not skip_verification, num_layers=num_layers)
         planned = plan_export(
-            open_drafter(ckpt, revision=revision),
-            open_target(target, revision=target_revision),
+            drafter,
+            whole,
             output,
             options.precision,
             options.placement,

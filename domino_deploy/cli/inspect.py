@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,14 @@ from domino_deploy.cli.inspect_facts import Facts, describe
 from domino_deploy.precision import Dtype
 
 _TABLES = ("graphs", "tensors", "files", "parts", "hard_links", "weights", "memory")
+
+
+class _Gigabytes(click.FloatRange):
+    """A range that NaN is not in: click compares, and NaN is neither below nor above."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return self.fail(f"{value!r:.40} is no number.", param, ctx) if math.isnan(number) else number
 
 
 @click.command()
@@ -35,7 +44,7 @@ _TABLES = ("graphs", "tensors", "files", "parts", "hard_links", "weights", "memo
 )
 @click.option(
     "--memory",
-    type=click.FloatRange(min=0, min_open=True, max=1e9),
+    type=_Gigabytes(min=0, min_open=True, max=1e9),
     metavar="GB",
     help="Memory plan: also the largest batch and the longest context that fit.",
 )
@@ -90,8 +99,11 @@ def _show(facts: Facts) -> None:
 def _verdict(report: Facts | None) -> str:
     if report is None:
         return "none (exported with --skip-verification)"
-    failed = sum(not line["passed"] for line in report["lines"])
-    return f"{len(report['lines'])} outputs compared with PyTorch, {failed} out of bounds"
+    lines = report.get("lines")
+    if not isinstance(lines, list) or not all(isinstance(line, Mapping) and type(line.get("passed")) is bool for line in lines):
+        return "recorded in another form than this version's"
+    failed = sum(not line["passed"] for line in lines)
+    return f"{len(lines)} outputs compared with PyTorch, {failed} out of bounds"
 
 
 def _line(value: Any) -> str:

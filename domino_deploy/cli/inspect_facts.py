@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -37,13 +38,13 @@ def describe(path: Path) -> Facts:
         CheckpointError: a checkpoint that cannot be used.
         MissingDependencyError: an ONNX file is inspected without the package onnx.
     """
-    if path.is_file() and path.suffix == ".onnx":
+    if os.path.isfile(path) and path.suffix == ".onnx":
         return {"kind": "onnx", "path": str(path), "bytes": path.stat().st_size, "graphs": {path.stem: _graph(path)}}
-    if (path / MANIFEST).is_file():
+    if os.path.isfile(path / MANIFEST):
         return _bundle(path)
-    if (path / CONFIG).is_file():
+    if os.path.isfile(path / CONFIG):
         return _checkpoint(path)
-    found = "a folder with neither" if path.is_dir() else f"a file {path.name}" if path.exists() else "nothing there"
+    found = "a folder with neither" if os.path.isdir(path) else f"a file {path.name}" if os.path.exists(path) else "nothing there"
     raise BundleError(
         f"{path}: expected a bundle (a folder with {MANIFEST}), a checkpoint (a folder with {CONFIG}) or an .onnx file, "
         f"found {found}. Check the path."
@@ -143,11 +144,17 @@ def _operators(nodes: Iterable[onnx.NodeProto]) -> Iterable[str]:
 
 
 def _tensor(value: onnx.ValueInfoProto) -> Facts:
-    import onnx
 
     tensor = value.type.tensor_type
     return {
         "name": value.name,
-        "dtype": onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name,
+        "dtype": _dtype(tensor.elem_type),
         "shape": [dim.dim_param or dim.dim_value for dim in tensor.shape.dim],
     }
+
+
+def _dtype(number: int) -> str:
+    import onnx
+
+    known = onnx.helper.get_all_tensor_dtypes()
+    return onnx.helper.tensor_dtype_to_np_dtype(number).name if number in known else f"type {number} of ONNX"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import click
 
 from domino_deploy.cli.console import echo_json, echo_table, progress
 from domino_deploy.cli.extras import needs
+from domino_deploy.errors import RequestError
 
 if TYPE_CHECKING:
     from domino_deploy.exporters.verify_records import Generation, VerificationReport
@@ -38,7 +40,7 @@ _COLUMNS = ("graph", "output", "case", "largest error", "mean error", "of scale"
 @click.option(
     "--report",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="HTML file to write the report to; a bundle's own stays that of its export.",
+    help="File (.html) to write the report to, outside the bundle, whose own stays that of its export.",
 )
 @click.option("--json", is_flag=True, help="The report as one JSON object.")
 @click.pass_context
@@ -65,15 +67,32 @@ def verify(
         from domino_deploy.exporters.verify_report import write_report
 
     tolerances = Tolerances.parse(atol=atol, rtol=rtol)
+    if report is not None:
+        _check_place(report, bundle)
     with progress(ctx) as step:
         found = verify_bundle(bundle, tolerances=tolerances, num_layers=num_layers, progress=step)
-    if report is not None:
-        write_report(report, found, title=bundle.resolve().name)
     if json:
         echo_json(found.to_dict())
     else:
         _show(found, title=f"{bundle}: PyTorch and ONNX Runtime, {found.precision}")
+    if report is not None:  # last, so that the figures are there if it fails
+        try:
+            write_report(report, found, title=bundle.resolve().name)
+        except OSError as error:
+            raise RequestError(f"{report}: expected to write the report there, found: {error}. Choose another file.") from error
     ctx.exit(0 if found.passed else 1)
+
+
+def _check_place(report: Path, bundle: Path) -> None:
+    """Check, before minutes are spent, that a report can be at `report`, and that it takes the place of nothing else."""
+    if report.suffix != ".html":
+        raise RequestError(f"{report}: expected a file name that ends in .html, found another. Name the report so.")
+    if report.resolve().is_relative_to(bundle.resolve()):
+        raise RequestError(
+            f"{report}: expected a file outside the bundle, whose files stay those of its export, found one in it. Name another."
+        )
+    if not os.path.isdir(report.parent):
+        raise RequestError(f"{report}: expected a folder to write the report in, found no folder {report.parent}. Make it first.")
 
 
 def _show(report: VerificationReport, *, title: str) -> None:
