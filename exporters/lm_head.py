@@ -19,7 +19,11 @@ _REPORT = "Please report this fault of the exporter."
 
 
 def target_trunk(target_file: Path, signature: GraphSignature) -> ir.Model:
-    """`target.onnx` up to its LM head, whose input becomes the output `hidden`."""
+    """`target.onnx` up to its LM head, whose input becomes the output `hidden`.
+
+    Raises:
+        ExportError: its logits are no product with weights.
+    """
     model = ir.load(target_file)
     logits, hidden = _output(model, LOGITS), _rows_of(model, LOGITS)
     _shaped(hidden, signature, is_output=True)
@@ -31,7 +35,7 @@ def backbone_trunk(backbone_file: Path, signature: GraphSignature) -> ir.Model:
     """`backbone.onnx` without base logits; its output `hidden` is what the LM head reads.
 
     Raises:
-        ExportError: the LM head reads something else.
+        ExportError: its base logits are no product with weights, or one that reads something else.
     """
     model = ir.load(backbone_file)
     rows = _rows_of(model, BASE_LOGITS)
@@ -42,7 +46,11 @@ def backbone_trunk(backbone_file: Path, signature: GraphSignature) -> ir.Model:
 
 
 def lm_head(target_file: Path, signature: GraphSignature) -> ir.Model:
-    """What `target_trunk` leaves out."""
+    """What `target_trunk` leaves out.
+
+    Raises:
+        ExportError: as there.
+    """
     model = ir.load(target_file)
     hidden = ir.val(HIDDEN)
     ir.convenience.replace_all_uses_with(_rows_of(model, LOGITS), hidden)

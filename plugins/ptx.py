@@ -67,7 +67,7 @@ def compile_ptx(kernel: Any, signature: Mapping[str, str], constants: Mapping[st
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise ExportError(
             f"Expected a kernel without scratch memory, found {metadata.name} with {metadata.global_scratch_size} bytes of it and"
-            f" {metadata.profile_scratch_size} for profiling: nobody would allocate them.  Change the kernel, or unset Triton's profiling."
+            f" {metadata.profile_scratch_size} for profiling: nobody would allocate them. Change the kernel, or unset Triton's profiling."
         )
     return Ptx(text=compiled.asm["ptx"], entry=metadata.name, num_warps=num_warps, shared_bytes=metadata.shared)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from domino_deploy.plugins import reference
+from domino_deploy.plugins import op, reference
 
 
-@torch.library.custom_op("domino::fused_logit_correction", mutates_args=())
+@torch.library.custom_op(f"{op.DOMAIN}::fused_logit_correction", mutates_args=())
 def fused_logit_correction(
     base_logits_BV: Tensor, hidden_projection_BR: Tensor, state_projection_BR: Tensor, codebook_VR: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def _(base_logits_BV: Tensor, hidden_projection_BR: Tensor, state_projection_BR:
     return base_logits_BV.new_empty(rows, dtype=torch.int64), base_logits_BV.new_empty(rows)
 
 
-@torch.library.custom_op("domino::top_k_logit_correction", mutates_args=())
+@torch.library.custom_op(f"{op.DOMAIN}::top_k_logit_correction", mutates_args=())
 def top_k_logit_correction(
     base_logits_BV: Tensor, hidden_projection_BR: Tensor, state_projection_BR: Tensor, codebook_VR: Tensor, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +45,7 @@ def _(
     )
 
 
-@torch.library.custom_op("domino::pooled_logit_correction", mutates_args=())
+@torch.library.custom_op(f"{op.DOMAIN}::pooled_logit_correction", mutates_args=())
 def pooled_logit_correction(
     base_logits_BV: Tensor,
     hidden_projection_BR: Tensor,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from domino_deploy.errors import ExportError
-from domino_deploy.plugins import op
+from domino_deploy.plugins import op, triton_tuning
 from domino_deploy.plugins.ptx import Ptx, compile_ptx
 
 # PTX of these runs on every later GPU too; for 9.0 and up Triton writes PTX for one architecture alone (sm_90a).  The kernels load and
@@ -43,8 +43,6 @@ TACTICS = {
     4: Tactic(num_warps=8, rank_block=128),
 }
 DEFAULT_TACTIC = 1
-# Tiles that the second kernel looks at, at a time: 1187 of them are a vocabulary of 151936.
-_REDUCED_AT_ONCE = 1024
 
 
 def portable_capability(compute_capabilities: Sequence[str]) -> int:
@@ -78,10 +76,10 @@ def tiles_ptx(codebook_type: str, rank: int, capability: int, tactic: int = DEFA
     from domino_deploy.plugins.triton_kernels import correction_tiles_kernel
 
     chosen = TACTICS[tactic]
-    # TensorRT's buffers are aligned to 256 bytes.
-    types = dict.fromkeys(("base", "z", "s", "tile_values"), "*fp32:16")
-    types |= {"codebook": f"*{_TRITON_TYPES[codebook_type]}:16", "tile_ids": "*i32:16"}
-    types |= {"V": "i32", "R": "i32:16" if rank % 16 == 0 else "i32"}
+    # TensorRT asks 256 bytes of what a user binds, and says nothing of tensors between layers.  If it passes a row of a larger one, z and
+    # s start at a multiple of R all the same, and are read in wide loads only where that is one of 16; nothing else but weights is.
+    types = {"base": "*fp32", "z": "*fp32:16", "s": "*fp32:16", "codebook": f"*{_TRITON_TYPES[codebook_type]}:16"}
+    types |= {"V": "i32", "R": "i32:16" if rank % 16 == 0 else "i32", "tile_values": "*fp32", "tile_ids": "*i32"}
     constants = {"BLOCK_V": op.TILE_SIZE, "BLOCK_R": chosen.rank_block}
     return compile_ptx(correction_tiles_kernel, types, constants, capability, num_warps=chosen.num_warps)
 
@@ -95,4 +93,4 @@ def reduce_ptx(capability: int) -> Ptx:
     from domino_deploy.plugins.triton_kernels import reduce_tiles_kernel
 
     types = {"tile_values": "*fp32", "tile_ids": "*i32", "T": "i32", "token_ids": "*i64", "corrected_logits": "*fp32"}
-    return compile_ptx(reduce_tiles_kernel, types, {"BLOCK_T": _REDUCED_AT_ONCE}, capability)
+    return compile_ptx(reduce_tiles_kernel, types, {"BLOCK_T": triton_tuning.REDUCED_TILES}, capability)

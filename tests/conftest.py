@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,22 @@ def tiny_dflash_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str)
     return _shared_bundle("tiny-dflash", tmp_path_factory, worker_id, checkpoints)
 
 
-def _shared_bundle(name: str, tmp_path_factory: pytest.TempPathFactory, worker_id: str, write_checkpoints: Callable[[Path], None]) -> Path:
+@pytest.fixture(scope="session")
+def tiny_float16_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The pair of `tiny_bundle` in float16, unverified: what engines are built from."""
+    from domino_deploy.exporters.options import ExportOptions
+    from domino_deploy.precision import Dtype, Precision
+
+    def checkpoints(folder: Path) -> None:
+        write_drafter(folder / "drafter", write_target(folder / "target"))
+
+    options = ExportOptions(precision=Precision.of(Dtype.FLOAT16))
+    return _shared_bundle("tiny-float16", tmp_path_factory, worker_id, checkpoints, options=options, verify=False)
+
+
+def _shared_bundle(
+    name: str, tmp_path_factory: pytest.TempPathFactory, worker_id: str, write_checkpoints: Callable[[Path], None], **choices: Any
+) -> Path:
     """One export for all workers: it is the dearest thing that tests do."""
     from domino_deploy.exporters.export import export_bundle
 
@@ -47,5 +63,5 @@ def _shared_bundle(name: str, tmp_path_factory: pytest.TempPathFactory, worker_i
         folder = base / name
         if not (folder / "bundle").exists():
             write_checkpoints(folder)
-            export_bundle(folder / "drafter", folder / "target", folder / "bundle", progress=lambda step: None)
+            export_bundle(folder / "drafter", folder / "target", folder / "bundle", progress=lambda step: None, **choices)
         return folder / "bundle"

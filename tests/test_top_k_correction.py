@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from domino_deploy.plugins import op
 from domino_deploy.plugins.reference import corrected_logits, fused_logit_correction, top_k_logit_correction
 from domino_deploy.plugins.torch_op import fused_logit_correction as fused_operator
 from domino_deploy.plugins.torch_op import top_k_logit_correction as operator
+from tests.support.correction_engines import needs_rtx
 from tests.support.corrections import BATCH, RANK, VOCAB, exported, on_runtime, operands, session, with_logits
 
 # Sums in another order, of logits of magnitude up to 10; a log-probability adds the logarithm of a sum over the vocabulary.
@@ -205,7 +205,7 @@ for capability in sys.argv[2:]:
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="needs the extra tensorrt-rtx")
+@needs_rtx
 class TestTensorRtRtx:
     """Its parser takes the function bodies, and its builder, which needs no GPU, compiles them."""
 

@@ -17,12 +17,14 @@ from domino_deploy.engines import PluginForm
 from domino_deploy.errors import ExportError
 from domino_deploy.plugins import op
 from domino_deploy.plugins.reference import fused_logit_correction
+from domino_deploy.plugins.trt_plugin_launch import workspace_bytes
 from tests.support.correction_engines import build, needs_rtx
 from tests.support.corrections import operands
 from tests.support.source_copy import ROOT
 
 SOURCES = ROOT / "plugins" / "csrc"
 EMULATION = ROOT / "tests" / "support" / "cuda_on_cpu"
+SOURCE_OF_LIFE = ROOT / "tests" / "support" / "cpp_plugin.cpp"
 TENSORRT_ROOT = os.environ.get("TENSORRT_ROOT", "")
 # Both add the same fp32 products, in another order; logits of these operands are of magnitude up to 10.
 TOLERANCE = 2e-6
@@ -60,7 +62,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def corrected(kernels: ctypes.CDLL, name: str, case: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Token ids and corrected logits of one launch of both kernels; all that they write starts as NaN or -1."""
     batch, vocab_size, rank = case[0].shape[0], *case[3].shape
-    tiles = -(-vocab_size // 128)
+    tiles = -(-vocab_size // op.TILE_SIZE)
     written = (
         torch.full((batch, tiles), torch.nan),
         torch.full((batch, tiles), -1, dtype=torch.int32),
@@ -88,6 +90,18 @@ def test_kernels_equal_the_reference(kernels: ctypes.CDLL, name: str, sizes: tup
     expected_ids, expected = fused_logit_correction(*case)
     assert torch.equal(token_ids, expected_ids)
     assert torch.allclose(best, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("tiles", [1, 1023, 1024, 1025, 2500])
+def test_the_reduction_takes_more_tiles_than_it_has_threads(kernels: ctypes.CDLL, tiles: int) -> None:
+    """A vocabulary of 151936 has 1187."""
+    values = torch.randn(2, tiles, generator=torch.Generator().manual_seed(tiles))
+    values[1, 0] = values[1, -1] = 9.0  # a tie of the first and the last
+    ids = torch.arange(2 * tiles, dtype=torch.int32).flip(0).reshape(2, tiles)
+    token_ids, best = torch.full((2,), -1), torch.full((2,), torch.nan)
+    kernels.reduce_tiles(2, tiles, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, ids, token_ids, best)))
+    assert torch.equal(best, values.max(dim=-1).values)
+    assert token_ids.tolist() == [ids[0, values[0].argmax()].item(), ids[1, -1].item()]
 
 
 def test_kernels_give_ties_to_the_lowest_id(kernels: ctypes.CDLL) -> None:
@@ -165,6 +179,54 @@ def test_the_library_exports_what_tensorrt_looks_for_and_links_nothing_of_it(lib
     assert "nvinfer" not in run("ldd", library).stdout
 
 
+@pytest.fixture(scope="module")
+def life(library: Path) -> dict[str, str]:
+    """What the plugin answers from the opening of an engine to its run, and what it writes to standard error."""
+    program = library.parent / "life"
+    # By nvcc, which knows where CUDA's headers are.
+    done = run("nvcc", "-std=c++17", "-isystem", Path(TENSORRT_ROOT) / "include", SOURCE_OF_LIFE, "-o", program, "-ldl")
+    assert done.returncode == 0, done.stderr
+    done = run(program, library)
+    assert done.returncode == 0, done.stderr
+    return {**dict(line.split(" ", 1) for line in done.stdout.splitlines()), "words": done.stderr}
+
+
+@needs_headers
+def test_the_plugin_opens_what_the_python_form_serialised(life: dict[str, str]) -> None:
+    assert (life["creators"], life["identity"]) == ("1", f"{op.DOMAIN}::{op.NAME} {op.VERSION}")
+    assert (life["own_copy"], life["serialised_fields"]) == ("1", "0")
+
+
+@needs_headers
+def test_the_plugin_takes_the_operators_types_and_a_workspace_for_the_largest_batch(life: dict[str, str]) -> None:
+    # Of float32, float16, bfloat16, int32, int64.
+    assert [life[f"takes_{place}"] for place in range(6)] == [*["1 0 0 0 0"] * 3, "1 1 1 0 0", "0 0 0 0 1", "1 0 0 0 0"]
+    assert int(life["workspace"]) == 8 * 3 * (4 + 4)
+    # An engine's workspace is sized by the form that built it.
+    assert int(life["workspace"]) <= workspace_bytes(8, 300)
+
+
+@needs_headers
+def test_the_plugin_holds_sizes_against_the_codebook_before_a_run(life: dict[str, str]) -> None:
+    assert (life["takes_shapes"], life["other_columns"], life["other_rows"]) == ("0", "-1", "-1")
+    assert "base_logits: expected [2, 300] beside a codebook of [300, 16], found [2, 301]" in life["words"]
+    assert "state_projection: expected [2, 16] beside a codebook of [300, 16], found [3, 16]" in life["words"]
+
+
+@needs_headers
+def test_the_plugin_refuses_other_types_by_name(life: dict[str, str]) -> None:
+    assert (life["takes_types"], life["other_types"]) == ("0", "-1")
+    assert "base_logits: expected float32, found float16; codebook: expected float32, float16 or bfloat16, found int32" in life["words"]
+
+
+@needs_headers
+def test_an_empty_batch_launches_nothing_and_a_launch_that_fails_says_so(life: dict[str, str]) -> None:
+    assert life["runs_empty"] == "0"
+    if "runs" in life:  # no driver here
+        assert life["runs"] == "-1"
+        assert "Expected both kernels to start, found: " in life["words"]
+
+
 @needs_headers
 @needs_rtx
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "12.0"])
@@ -177,7 +239,12 @@ def test_tensorrt_rtx_builds_engines_with_the_library(library: Path, codebook: i
 
 @needs_headers
 @needs_rtx
-@pytest.mark.parametrize("node", [{"base": Type.FLOAT16}, {"codebook": Type.INT32}, {"rank": 17}], ids=["base", "codebook", "shape"])
-def test_tensorrt_rtx_refuses_other_inputs_by_the_library(library: Path, node: dict[str, int], tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="correction"):
+@pytest.mark.parametrize(
+    ("node", "call"),
+    [({"base": Type.FLOAT16}, "getOutputDataTypes"), ({"codebook": Type.INT32}, "getOutputDataTypes"), ({"rank": 17}, "output shape")],
+    ids=["base", "codebook", "shape"],
+)
+def test_tensorrt_rtx_refuses_what_the_library_refuses(library: Path, node: dict[str, int], call: str, tmp_path: Path) -> None:
+    """TensorRT-RTX gives the library no logger, so its own words are on the standard error of the process that builds."""
+    with pytest.raises(ExportError, match=rf"correction.*{call}.*non-zero return code"):
         build(tmp_path, PluginForm.CPP, library=library, **node)

@@ -139,6 +139,12 @@ def test_the_workspace_is_for_the_largest_batch(life: Any) -> None:
 
 
 @needs_rtx
+def test_sizes_that_were_open_are_held_against_the_codebook_before_a_run(life: Any) -> None:
+    assert life["taken_shapes"] == "nothing was refused"
+    assert "base_logits: expected [2, 300] beside a codebook of [300, 16], found [2, 301]" in life["refused_shapes"]
+
+
+@needs_rtx
 def test_the_kernels_survive_serialisation(life: Any) -> None:
     assert life["survives"]
     assert (life["kernels"]["codebook_type"], life["kernels"]["rank"], life["kernels"]["tile_size"]) == ("float16", 16, op.TILE_SIZE)

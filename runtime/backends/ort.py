@@ -1,4 +1,4 @@
-"""The ONNX Runtime backend: a bundle's graphs on the CPU, caches updated in place.
+"""The ONNX Runtime backend: a bundle's graphs on the CPU or an NVIDIA GPU, caches updated in place.
 
 Every input and output is bound to memory that is reused from pass to pass, and a cache's input and output are the same
 memory, so a pass copies no cache.  Arrays handed out are views of that memory: valid until the next pass.
@@ -22,8 +22,6 @@ from domino_deploy.bundle import (
     Bundle,
 )
 from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
-from domino_deploy.errors import RequestError
-from domino_deploy.precision import Dtype
 from domino_deploy.runtime.backends.ort_binding import Array, BoundGraph
 from domino_deploy.runtime.backends.ort_provider import Provider, growth_rows
 from domino_deploy.runtime.kv_cache import CacheRows, block_mask, causal_mask, sliding_block_mask
@@ -65,7 +63,7 @@ def open_pair(
     """Target and drafter of a bundle.
 
     Args:
-        bundle: an opened bundle.
+        bundle: an opened bundle in a precision that this backend runs (`domino_deploy.backends`).
         capacity: tokens of the longest sequence.
         threads: threads inside an operator; None for one per physical core.
         with_drafter: False leaves the drafter's graphs unread.
@@ -74,13 +72,7 @@ def open_pair(
     Raises:
         BundleError: ONNX Runtime refuses a graph.
         MissingDependencyError: ONNX Runtime lacks the provider, or cannot start it.
-        RequestError: the bundle's precision does not run on ONNX Runtime's CPU.
     """
-    if bundle.precision.activations is Dtype.BFLOAT16:
-        raise RequestError(
-            f"{bundle.path}: expected a precision that ONNX Runtime computes on a CPU (float32, float16, int8, int4), found bfloat16. "
-            "Export the pair again with --dtype, or run it with --backend eager."
-        )
     path, config, form = bundle.path, bundle.drafter, bundle.form
     least_rows = _LEAST_ROWS if bundle.precision.is_quantised else 1
     # Without a drafter too: plain decoding is to run the very graphs that speculative decoding does.
@@ -218,9 +210,7 @@ class OrtDrafter:
         head_file: `head.onnx`.
         config: the drafter's shape.
         capacity: tokens of the longest sequence to draft for.
-        threads: as for `OrtTarget`.
-        form: likewise.
-        lm_head: likewise.
+        threads, form, lm_head, provider: as for `OrtTarget`.
 
     Raises:
         BundleError: ONNX Runtime refuses a graph.

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from domino_deploy.plugins import triton_kernels, trt_plugin_launch
+from domino_deploy.plugins import triton_kernels, triton_tuning, trt_plugin_launch
+from domino_deploy.plugins.trt_plugin_kernels import DEFAULT_TACTIC, TACTICS
 from domino_deploy.plugins.trt_plugin_launch import CorrectionKernels, LoadedCorrection, workspace_bytes
 
 POINTED_TO = {"*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16, "*i32": torch.int32, "*i64": torch.int64}
-
-
+# Any stream: what the launches are given must come through.
 STREAM = 7
 
 
@@ -50,7 +50,8 @@ class Driver(ModuleType):
             kernels.reduction.entry: ("*fp32", "*i32", "i32", "*i64", "*fp32"),
         }
         self._ptx = {ptx.entry: ptx for ptx in (kernels.tiles, kernels.reduction)}
-        self._blocks = {kernels.tiles.entry: (kernels.tile_size, 64), kernels.reduction.entry: (1024,)}
+        rank_block = TACTICS[DEFAULT_TACTIC].rank_block
+        self._blocks = {kernels.tiles.entry: (kernels.tile_size, rank_block), kernels.reduction.entry: (triton_tuning.REDUCED_TILES,)}
         self.loaded: list[str] = []
 
     def cuInit(self, flags: int) -> tuple[CUresult]:

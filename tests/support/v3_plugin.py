@@ -75,6 +75,8 @@ def main(codebook_type: str, batch: int, vocab_size: int, rank: int) -> dict[str
         "survives": next(iter(again)).data.tobytes() == next(iter(fields)).data.tobytes(),
         "no_kernels": refusal(creator.create_plugin, "node", trt.PluginFieldCollection([]), trt.TensorRTPhase.RUNTIME),
         "damaged": refusal(creator.create_plugin, "node", _damaged(), trt.TensorRTPhase.RUNTIME),
+        "taken_shapes": refusal(revived.on_shape_change, *descriptions),
+        "refused_shapes": refusal(revived.on_shape_change, [tensor([batch, vocab_size + 1], trt.float32).desc, *descriptions[0][1:]], []),
         "launches": launches(revived, descriptions),
     }
     del keep
