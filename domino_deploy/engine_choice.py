@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from domino_deploy.engines import (
     Flavour,
     PluginForm,
     bundle_sha256,
+    file_sha256,
     open_engine_set,
 )
 from domino_deploy.errors import EngineError, listed
@@ -30,12 +30,10 @@ class Host:
     Args:
         flavours: versions of the installed ones.
         compute_capability: of its GPU.
-        plugin_library: sha256 of the compiled plugin at hand, by file name.
     """
 
     flavours: Mapping[Flavour, str]
     compute_capability: str
-    plugin_library: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def open_engines(
@@ -73,7 +71,7 @@ def open_engines(
         except EngineError as error:
             problems.append(f"{candidate.name}: {error}")
             continue
-        reasons = [*_foreign(found.manifest, host, expected), *_too_small(found.manifest, wanted)]
+        reasons = [*_foreign(found, host, expected), *_too_small(found.manifest, wanted)]
         if reasons:
             problems.append(f"{candidate.name}: {'; '.join(reasons)}")
         else:
@@ -86,8 +84,9 @@ def open_engines(
     raise EngineError(listed(f"{bundle.path}: expected engines that fit this machine and request, found", problems, BUILD_AGAIN))
 
 
-def _foreign(manifest: EngineManifest, host: Host, expected_sha256: str) -> Iterable[str]:
+def _foreign(engines: EngineSet, host: Host, expected_sha256: str) -> Iterable[str]:
     """Why engines cannot run here, or not for this bundle."""
+    manifest = engines.manifest
     if manifest.bundle_sha256 != expected_sha256:
         yield "stale: built from another state of the bundle"
     version = host.flavours.get(manifest.flavour)
@@ -99,9 +98,12 @@ def _foreign(manifest: EngineManifest, host: Host, expected_sha256: str) -> Iter
     plugin = manifest.plugin
     if plugin.form is not PluginForm.NONE and plugin.version != op.VERSION:
         yield f"built with version {plugin.version} of the plugin, this is version {op.VERSION}"
-    if plugin.form is PluginForm.CPP and plugin.library is not None and host.plugin_library.get(plugin.library) != plugin.sha256:
-        found = "another one" if plugin.library in host.plugin_library else "none"
-        yield f"built with the plugin library {plugin.library} (sha256 {plugin.sha256}), found {found}"
+    if plugin.form is PluginForm.CPP and plugin.library is not None:
+        library = engines.path / plugin.library
+        if not library.is_file():
+            yield f"built with the plugin library {plugin.library} (sha256 {plugin.sha256}), found none beside the engines"
+        elif (found := file_sha256(library)) != plugin.sha256:
+            yield f"built with the plugin library {plugin.library} (sha256 {plugin.sha256}), found another one (sha256 {found})"
 
 
 def _too_small(manifest: EngineManifest, wanted: Mapping[str, int | None]) -> Iterable[str]:

@@ -142,7 +142,7 @@ class EngineManifest:
         max_model_len: tokens of the longest sequence, prompt and answer.
         prefill_rows: tokens of a prefill pass at most.
         workspace: bytes that a layer may use while it runs.
-        has_weights: False when the weights were stripped: the engine is refitted from the bundle's before it runs.
+        has_weights: False when the weights were stripped: before it runs, an engine is refitted from the graph of its name beside it.
         built: date, UTC.
         build_seconds: for all engines together.
     """
@@ -188,7 +188,7 @@ class EngineSet:
 
 def bundle_sha256(bundle: Bundle) -> str:
     """What engines are recognised by as this bundle's."""
-    return _sha256(bundle.path / bundles.MANIFEST)
+    return file_sha256(bundle.path / bundles.MANIFEST)
 
 
 def write_engine_manifest(folder: Path, manifest: EngineManifest) -> None:
@@ -216,8 +216,11 @@ def open_engine_set(folder: Path, *, check_hashes: bool = False) -> EngineSet:
             problems.append(f"{graph.file}: missing")
         elif file.stat().st_size != graph.bytes:
             problems.append(f"{graph.file}: altered: expected {graph.bytes} bytes, found {file.stat().st_size}")
-        elif check_hashes and (found := _sha256(file)) != graph.sha256:
+        elif check_hashes and (found := file_sha256(file)) != graph.sha256:
             problems.append(f"{graph.file}: altered: expected sha256 {graph.sha256}, found {found}")
+    library = manifest.plugin.library
+    if library is not None and Path(library).name != library:
+        problems.append(f"plugin.library: expected the name of a file beside the engines, found {library!r:.80}")
     if problems:
         raise EngineError(listed(f"{folder}: {len(problems)} problem(s) with the engines", problems, BUILD_AGAIN))
     return EngineSet(path=folder, manifest=manifest)
@@ -239,6 +242,7 @@ def _read_manifest(folder: Path) -> EngineManifest:
     return from_json(EngineManifest, content, str(file), error=EngineError, advice=BUILD_AGAIN)
 
 
-def _sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
+    """Of a file's content."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

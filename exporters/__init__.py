@@ -7,5 +7,7 @@ translations.py      PyTorch operator -> ONNX node
 rollout.py           the head's Loop over proposals
 passes.py            graph passes
 weights.py           weights as fp32 safetensors, and initializers as ranges of those files
+engine_from_onnx.py  from a bundle to TensorRT engines; engine_graph.py and engine_correction.py hold the passes
+trt_api.py           TensorRT's builder and parser, called in processes of their own (engine_worker.py)
 verify.py            graphs against PyTorch; verify_cases.py holds the inputs they are compared on
 """

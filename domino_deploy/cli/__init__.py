@@ -25,6 +25,7 @@ from domino_deploy.errors import DominoDeployError
 COMMANDS = {
     "export": "Turn a drafter and its target into an ONNX bundle.",
     "verify": "Compare a bundle's graphs with PyTorch.",
+    "build-engine": "Build TensorRT engines from a bundle.",
     "generate": "Generate text from a prompt, streamed.",
     "bench": "Measure acceptance length and speed-up.",
     "inspect": "Show what a bundle, a checkpoint or an ONNX file holds.",
@@ -54,7 +55,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        return getattr(importlib.import_module(f"domino_deploy.cli.{name}"), name)
+        module = name.replace("-", "_")
+        return getattr(importlib.import_module(f"domino_deploy.cli.{module}"), module)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
