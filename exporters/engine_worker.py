@@ -24,6 +24,7 @@ from domino_deploy.config_json import from_json, to_json
 from domino_deploy.engines import Flavour
 from domino_deploy.errors import DominoDeployError, ExportError
 from domino_deploy.exporters.trt_api import RTX_LINK, BuildJob, BuiltEngine, Progress, build
+from domino_deploy.plugins import op
 
 _LAST_WORDS = 600  # characters of a dead worker's stderr in its error
 
@@ -53,11 +54,12 @@ def run_job(job: BuildJob, folder: Path, progress: Progress) -> BuiltEngine:
             worker.wait()
         if "built" in answer:
             return from_json(BuiltEngine, answer["built"], str(job_file), error=ExportError, advice="Please report it.")
+        words.seek(0)
+        said = words.read().decode(errors="replace")
         if "error" in answer:
             kind = getattr(errors, answer["kind"])
-            raise kind(answer["error"])
-        words.seek(0)
-        last = words.read().decode(errors="replace").strip()[-_LAST_WORDS:]
+            raise kind("\n".join([answer["error"], *_plugins_words(said, answer["error"])]))
+        last = said.strip()[-_LAST_WORDS:]
     raise ExportError(
         f"{job.graph}: expected {job.flavour} to parse the graph and build its engine, found that {_ending(worker.returncode)}. "
         f"Its last words: {last or 'none'}\nTry --plugin none or a smaller --max-batch-size and --max-model-len, and report it if it stays."
@@ -85,6 +87,11 @@ def _answer(lines: IO[str], progress: Progress) -> dict[str, Any]:
             else:
                 answer = message
     return answer
+
+
+def _plugins_words(said: str, error: str) -> list[str]:
+    """Refusals of the compiled plugin: a product that gives a library no logger leaves it stderr alone."""
+    return [line for line in dict.fromkeys(said.splitlines()) if line.startswith(f"{op.DOMAIN}::") and line not in error]
 
 
 def _ending(returncode: int) -> str:

@@ -67,6 +67,25 @@ def test_the_link_comes_before_the_users_own_library_path(tmp_path, monkeypatch)
     assert engine_worker._environment(Flavour.TENSORRT, tmp_path)["LD_LIBRARY_PATH"] == "/opt/own"
 
 
+def test_what_a_compiled_plugin_says_on_stderr_belongs_to_the_error(tmp_path, monkeypatch) -> None:
+    """TensorRT-RTX gives a plugin library no logger."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, sys\n"
+        "print('[TRT] noise', file=sys.stderr)\n"
+        "print('domino::FusedLogitCorrection: expected a codebook [V, R], found [3]. Export again.', file=sys.stderr)\n"
+        "print(json.dumps({'error': 'head: expected an engine, found none. Try again.', 'kind': 'ExportError'}))\n"
+    )
+    started = subprocess.Popen
+    monkeypatch.setattr(engine_worker.subprocess, "Popen", lambda command, **options: started([command[0], str(worker)], **options))
+    with pytest.raises(ExportError) as error:
+        run_job(job(tmp_path / "head.onnx"), tmp_path, silent)
+    assert str(error.value).splitlines() == [
+        "head: expected an engine, found none. Try again.",
+        "domino::FusedLogitCorrection: expected a codebook [V, R], found [3]. Export again.",
+    ]
+
+
 @needs_rtx
 def test_what_the_parser_refuses_is_told_with_the_nodes_names(tiny_bundle, tmp_path) -> None:
     # The bundle's own graph, whose caches may have any length.
