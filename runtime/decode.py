@@ -24,7 +24,7 @@ from domino_deploy.runtime.protocols import (
     TermsMs,
     Verified,
 )
-from domino_deploy.runtime.sampling import Sampler, SamplingParams, is_integer
+from domino_deploy.runtime.sampling import Sampler, SamplingParams, checked_greedy_id, is_integer
 
 # A prompt runs through the target in pieces of this many rows: enough for full matrix products, while attention scores
 # (heads x rows x capacity x 4 bytes: 128 MiB for 32 heads and 4096 slots) stay bounded for prompts of any length.
@@ -120,7 +120,7 @@ def _cycles(
         proposal = verified.proposal
         drafts = proposal.token_ids.tolist()
 
-        chosen = accept(_choices(sampler, verified, len(tokens)), drafts)
+        chosen = accept(_choices(sampler, verified, len(tokens), target.vocab_size), drafts)
         kept, finish_reason = _cut(chosen, stops, final_length - len(tokens))
         # Rows in the cache are those of the anchor and of all kept tokens but the last, the next anchor.
         pair.commit(len(kept))
@@ -185,11 +185,12 @@ class _HostPair:
         self._features = self._features[:rows]
 
 
-def _choices(sampler: Sampler, verified: Verified, position: int) -> Callable[[int], int]:
+def _choices(sampler: Sampler, verified: Verified, position: int, vocab_size: int) -> Callable[[int], int]:
     """The target's choice at each verified row; row 0 chooses the token at `position`."""
     if verified.logits is None:
         assert verified.greedy_ids is not None, "a pair gives one of the two"
-        return verified.greedy_ids.tolist().__getitem__
+        greedy_ids = verified.greedy_ids.tolist()
+        return lambda row: checked_greedy_id(greedy_ids[row], position + row, vocab_size)
     logits_NV = verified.logits
     return lambda row: sampler.choose(logits_NV[row], position + row)
 

@@ -52,7 +52,7 @@ class Verified:
     """What one cycle drafted and what the target makes of it, N = drafted tokens + 1 rows; a pair may reuse the memory in its next pass.
 
     logits: [N, V], or None where they were not asked for; greedy_ids: int64 [N], the highest logit of each row (the lowest id
-    of equals), or None where the logits are there to find it; verify_ms: the target pass.
+    of equals; -1 where it is not finite), or None where the logits are there to find it; verify_ms: the target pass.
     """
 
     proposal: Proposal

@@ -85,6 +85,20 @@ class Sampler:
         return inverse_cdf(distribution(logits_V, self.params), uniform(self.seed, position))
 
 
+def checked_greedy_id(token: int, position: int, vocab_size: int) -> int:
+    """The token at `position`, as a backend chose it by the highest logit, which stayed on the device.
+
+    Raises:
+        VerificationError: no token; the logits were no basis for a choice.
+    """
+    if not 0 <= token < vocab_size:
+        raise VerificationError(
+            f"Expected finite logits for position {position}, found none to choose a token by ({token} is not in [0, {vocab_size})). "
+            "The target's engine or weights are damaged; run: domino-deploy verify BUNDLE"
+        )
+    return token
+
+
 def distribution(logits_V: FloatArray, params: SamplingParams) -> NDArray[np.float64]:
     """Probabilities [V] that a token is drawn from, after all filters; `params.temperature` must be above 0."""
     scores = logits_V.astype(np.float64)

@@ -35,22 +35,27 @@ def run(context: Context) -> None:
 
 
 def tasks(sizes_name: str) -> list[tuple[str, str, int, int]]:
-    """("forms" or "rollouts", dtype, vocabulary, batch)."""
+    """("rollouts" or "forms", dtype, vocabulary, batch), and ("tactics", dtype, vocabulary, tactic)."""
     from gpu_check_corrections import DTYPES
     from gpu_check_kernels import cases
     from gpu_check_rollouts import cases as rollout_cases
 
+    from domino_deploy.plugins.trt_plugin_kernels import TACTICS
+
     sizes = sizes_named(sizes_name)
     rollouts = dict.fromkeys((dtype, batch) for dtype, batch, _ in rollout_cases(sizes))
-    return [("rollouts", dtype, sizes.vocab_size, batch) for dtype, batch in rollouts] + [
-        ("forms", dtype, vocab_size, batch) for dtype in DTYPES for vocab_size, batch in cases(sizes)
+    return [
+        *(("rollouts", dtype, sizes.vocab_size, batch) for dtype, batch in rollouts),
+        *(("forms", dtype, vocab_size, batch) for dtype in DTYPES for vocab_size, batch in cases(sizes)),
+        *(("tactics", dtype, sizes.vocab_size, tactic) for dtype in DTYPES for tactic in TACTICS),
     ]
 
 
-def compile_case(device: str, sizes_name: str, what: str, dtype_name: str, vocab_size: int, batch: int) -> None:
-    """Runs the kernels of a case once, in a process of a pool."""
+def compile_case(device: str, sizes_name: str, what: str, dtype_name: str, vocab_size: int, number: int) -> None:
+    """Runs the kernels of a case once, in a process of a pool; of a tactic, compiles the plugin's PTX as well."""
     make_importable()
-    from gpu_check_corrections import DTYPES, forms_of, random_correction
+    from gpu_check_corrections import DTYPES, forms_of, random_correction, tiles_then_reduction
+    from gpu_check_driver import plugin_ptx
     from gpu_check_rollouts import random_weights, triton_rollouts
 
     from domino_deploy.plugins import triton_ops
@@ -61,9 +66,15 @@ def compile_case(device: str, sizes_name: str, what: str, dtype_name: str, vocab
         device=device, sizes=sizes_named(sizes_name), carried=Path(), deadline=deadline, timer=timer_of(device, deadline), note=note
     )
     if what == "rollouts":
-        triton_rollouts(random_weights(context, DTYPES[dtype_name]), batch, context.sizes.proposals)
+        triton_rollouts(random_weights(context, DTYPES[dtype_name]), number, context.sizes.proposals)
         return
-    inputs = random_correction(context, batch, vocab_size, DTYPES[dtype_name])
+    if what == "tactics":
+        inputs = random_correction(context, 1, vocab_size, DTYPES[dtype_name])
+        for launch in tiles_then_reduction(inputs, number):
+            launch()
+        plugin_ptx(inputs, number)
+        return
+    inputs = random_correction(context, number, vocab_size, DTYPES[dtype_name])
     for launch in forms_of(inputs).values():
         launch()
     triton_ops.top_k_logit_correction(*inputs.tensors, min(context.sizes.top_k, vocab_size))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from domino_deploy.plugins import op, triton_tuning
 from domino_deploy.plugins.ptx import Ptx
-from domino_deploy.plugins.trt_plugin_kernels import TACTICS, reduce_ptx, tiles_ptx
+from domino_deploy.plugins.trt_plugin_kernels import TACTICS, portable_capability, reduce_ptx, tiles_ptx
 
 WARP = 32
 _PLAIN_SHARED_BYTES = 48 * 1024  # of a block; more must be asked for (CUDA C++ programming guide, "Shared memory")
@@ -72,14 +72,13 @@ def run(context: Context) -> None:
     if not context.is_cuda:
         raise NotHereError("expected a CUDA driver, found none asked for: the device is the CPU")
     driver = Driver(ctypes.CDLL("libcuda.so.1"))
-    major, minor = torch.cuda.get_device_capability()
     rows: list[dict[str, Any]] = []
     for tactic, (name, dtype), batch in product(TACTICS, DTYPES.items(), context.sizes.batches):
         if context.deadline.left < 0:
             context.note(left_out=f"from tactic {tactic}, {name}, batch {batch} on")
             break
         inputs = random_correction(context, batch, context.sizes.vocab_size, dtype)
-        rows.append({"dtype": name, "batch": batch, "tactic": tactic, **_compared(context, driver, inputs, 10 * major + minor, tactic)})
+        rows.append({"dtype": name, "batch": batch, "tactic": tactic, **_compared(context, driver, inputs, tactic)})
         context.note(launches=rows)
     # Written so that NaN is wrong.
     wrong = [str(row) for row in rows if not (row["tokens_equal"] and row["difference"] <= _ROUNDING)]
@@ -87,7 +86,14 @@ def run(context: Context) -> None:
         raise CheckFailed("\n- ".join(["expected the PTX to give Triton's tokens and logits, found:", *wrong]))
 
 
-def _compared(context: Context, driver: Driver, inputs: Correction, capability: int, tactic: int) -> dict[str, Any]:
+def plugin_ptx(inputs: Correction, tactic: int) -> tuple[Ptx, Ptx]:
+    """Both kernels as an engine for this GPU carries them, which may be compiled for an earlier one."""
+    capability = portable_capability([".".join(map(str, torch.cuda.get_device_capability()))])
+    dtype_name = str(inputs.codebook.dtype).removeprefix("torch.")
+    return tiles_ptx(dtype_name, inputs.z.shape[1], capability, tactic), reduce_ptx(capability)
+
+
+def _compared(context: Context, driver: Driver, inputs: Correction, tactic: int) -> dict[str, Any]:
     (batch, vocab), rank = inputs.base.shape, inputs.z.shape[1]
     tiles = triton_tuning.blocks(vocab, op.TILE_SIZE)
     launch_tiles, launch_reduction = tiles_then_reduction(inputs, tactic)
@@ -96,7 +102,7 @@ def _compared(context: Context, driver: Driver, inputs: Correction, capability: 
     own_values, own_ids, own_tokens, own_best = (torch.zeros_like(tensor) for tensor in (values, ids, tokens, best))
     stream = torch.cuda.current_stream().cuda_stream
 
-    ptx, second_ptx = tiles_ptx(str(inputs.codebook.dtype).removeprefix("torch."), rank, capability, tactic), reduce_ptx(capability)
+    ptx, second_ptx = plugin_ptx(inputs, tactic)
     function, second = driver.load(ptx), driver.load(second_ptx)
     arguments: list[Tensor | int] = [inputs.base, inputs.z, inputs.s, inputs.codebook, vocab, rank, own_values, own_ids]
 

@@ -66,7 +66,8 @@ def _build_and_run(context: Context, trt: Any) -> None:
     if plan is None:
         raise CheckFailed("expected an engine for this GPU, found that the builder made none; its messages are in the log")
     context.note(engine_bytes=plan.nbytes)
-    engine = trt.Runtime(log).deserialize_cuda_engine(plan)
+    runtime = trt.Runtime(log)  # outlives its engine
+    engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise CheckFailed("expected the engine to load on this GPU, found that it did not; the messages are in the log")
     execution, token = engine.create_execution_context(), torch.full((1, 1), -1, dtype=torch.int32, device=context.device)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -443,6 +444,16 @@ def test_the_driver_is_given_inputs_scalars_outputs_and_two_nulls():
     assert len(read) == len(re.findall(r"\.param [^\n]*_param_\d+", ptx.text.partition(".entry")[2].partition(")")[0]))
 
 
+def test_the_drivers_ptx_is_that_of_an_engine_for_this_gpu(monkeypatch):
+    """Of a Hopper it is that for 8.9: Triton's for 9.0 would run on no later GPU."""
+    from gpu_check_corrections import Correction
+    from gpu_check_driver import plugin_ptx
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    inputs = Correction(base=torch.zeros(1, 130), z=torch.zeros(1, 16), s=torch.zeros(1, 16), codebook=torch.zeros(130, 16))
+    assert all(".target sm_89\n" in ptx.text for ptx in plugin_ptx(inputs, 1))
+
+
 def test_a_call_that_the_driver_refuses_is_named():
     from gpu_check_driver import Driver, DriverError
 
@@ -453,10 +464,14 @@ def test_a_call_that_the_driver_refuses_is_named():
 def test_what_is_compiled_beforehand_are_the_cases_of_the_stages():
     import gpu_check_compile
     from gpu_check_context import QWEN3_4B
+    from gpu_check_corrections import DTYPES
+
+    from domino_deploy.plugins.trt_plugin_kernels import TACTICS
 
     tasks = gpu_check_compile.tasks("qwen3-4b")
     assert len(set(tasks)) == len(tasks)
     assert ("rollouts", "bfloat16", 151_936, 32) in tasks
+    assert {(dtype, tactic) for what, dtype, _, tactic in tasks if what == "tactics"} == set(product(DTYPES, TACTICS))
     for vocab_size in (QWEN3_4B.vocab_size, *QWEN3_4B.odd_vocab_sizes):
         assert {dtype for what, dtype, vocab, _ in tasks if (what, vocab) == ("forms", vocab_size)} == {"float32", "float16", "bfloat16"}
 

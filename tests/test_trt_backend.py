@@ -15,7 +15,7 @@ import torch
 from domino_deploy import tensorrt_libraries
 from domino_deploy.bundle import Bundle
 from domino_deploy.engines import Flavour
-from domino_deploy.errors import CapacityError
+from domino_deploy.errors import CapacityError, EngineError, VerificationError
 from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.backends import ort, trt
 from domino_deploy.runtime.backends.trt_pair import TrtDrafter, TrtTarget
@@ -25,7 +25,7 @@ from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import Drafter, FloatArray, Proposal, Step, Target
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.runtime.session import Backend, DrafterChoice, Session
-from domino_deploy.signature import DRAFT_IDS
+from domino_deploy.signature import DRAFT_IDS, GREEDY_IDS
 from domino_deploy.tensorrt_libraries import Gpu
 from tests.support.checkpoints import write_drafter, write_target
 from tests.support.fake_cuda import FakeCuda
@@ -244,6 +244,17 @@ def test_greedy_cycles_copy_tokens_and_no_logits(device: Device, domino: Bundle)
     assert copied[0.8] == copied[0.0] + rows * target.vocab_size * 4
 
 
+@pytest.mark.parametrize("token", [-1, 300, 2**31])
+def test_a_greedy_token_that_is_none_is_an_error(device: Device, domino: Bundle, token: int) -> None:
+    """What engines say of logits that are not finite, and what they may say of them if they do not look."""
+    target, drafter = device.pair(domino)
+    steps = generate(target, drafter, prompt_of(9), GenerationParams(), num_speculative_tokens=drafter.max_proposals)
+    next(steps)
+    device.tensorrt.after["target"] = lambda outputs: outputs[GREEDY_IDS].fill(token)
+    with pytest.raises(VerificationError, match=r"finite logits for position 10, .*run: domino-deploy verify"):
+        next(steps)
+
+
 def test_cycles_replay_three_graphs_that_are_captured_once(device: Device, domino: Bundle) -> None:
     target, drafter = device.pair(domino)
     counts = device.cuda.counts
@@ -263,6 +274,24 @@ def test_passes_that_tensorrt_rtx_cannot_capture_run_as_they_are(device: Device,
     device.tensorrt.can_capture = can_capture
     assert counted(run(*device.pair(domino), prompt_of(20))) == expected
     assert device.cuda.counts.captures - before == (3 if can_capture else 0)
+
+
+def test_a_capture_that_fails_is_ended_and_the_reason_told(device: Device, domino: Bundle) -> None:
+    target, drafter = device.pair(domino)
+    device.tensorrt.refuses = "target"
+    with pytest.raises(EngineError, match=r"target\.engine: expected an engine that takes a pass"):
+        run(target, drafter, prompt_of(20))
+    device.tensorrt.refuses = ""  # nothing of it is left over: neither a capture nor a graph
+    fresh = counted(run(*device.pair(domino), prompt_of(20)))
+    assert counted(run(target, drafter, prompt_of(20))) == fresh
+
+
+def test_all_runtimes_have_one_logger(device: Device, domino: Bundle) -> None:
+    """TensorRT goes on using the first, so it must not end with a session."""
+    device.pair(domino)
+    device.pair(domino)
+    assert len(device.tensorrt.loggers) == 6
+    assert len(set(map(id, device.tensorrt.loggers))) == 1
 
 
 def test_prompts_are_read_in_prefill_passes_and_their_features_as_they_come(device: Device, domino: Bundle) -> None:

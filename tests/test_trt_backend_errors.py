@@ -6,10 +6,12 @@ import hashlib
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,9 +30,10 @@ from domino_deploy.runtime.backends.trt_memory import Cuda
 from domino_deploy.runtime.decode import GenerationParams, generate
 from domino_deploy.runtime.session import Backend, Session
 from domino_deploy.tensorrt_libraries import Driver, Gpu
+from tests.support import tensorrt_stand_in
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_engines import with_engines
-from tests.support.fake_tensorrt import FakeTensorRT
+from tests.support.fake_tensorrt import FakeEngine, FakeTensorRT
 
 GPU = Gpu(name="H200", compute_capability="9.0", memory_bytes=2**37)
 has_driver = tensorrt_libraries.driver() is not None
@@ -55,8 +58,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> FakeTensorRT:
 
 def changed(bundle: Bundle, tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """The bundle with another engines.json."""
-    import shutil
-
     folder = shutil.copytree(bundle.path, tmp_path / "bundle")
     [file] = (folder / ENGINES_FOLDER).glob(f"*/{MANIFEST}")
     content = json.loads(file.read_text())
@@ -105,6 +106,13 @@ class TestMachine:
         cuda = object.__new__(trt_cuda.Cuda)
         with pytest.raises(RuntimeError, match=r"cudaStreamCreateWithFlags: cudaErrorInsufficientDriver \(.+\)"):
             cuda.create_stream()
+
+    @pytest.mark.skipif(has_driver, reason="this machine has a driver")
+    def test_what_cannot_be_given_back_adds_no_error_of_its_own(self) -> None:
+        """Behind an illegal access every call fails, in finalisers of many objects; and a failed capture must not hide its reason."""
+        cuda = object.__new__(trt_cuda.Cuda)
+        for give_back in (cuda.free, cuda.destroy_stream, cuda.destroy_event, cuda.destroy_graph, cuda.abandon_capture):
+            give_back(1)
 
     def test_the_command_says_it_in_one_line(self, machine, domino, monkeypatch, capsys) -> None:
         monkeypatch.setattr(tensorrt_libraries, "driver", lambda: None)
@@ -171,7 +179,9 @@ class TestEngines:
         assert "libx.so: expected a plugin that loads" in refusal(EngineError, folder)
         loaded = []
         machine.load_library = lambda path: loaded.append(path) or 1
-        Session.open(folder, backend=Backend.TENSORRT).close()
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        for bundle in (folder, copy):  # TensorRT refuses a library whose plugins it knows already
+            Session.open(bundle, backend=Backend.TENSORRT).close()
         assert loaded == [str(engines / "libx.so")]
 
     def test_a_plugin_in_python_is_registered_before_they_are_read(self, machine, domino, tmp_path, monkeypatch) -> None:
@@ -189,6 +199,21 @@ class TestEngines:
 
         monkeypatch.setattr(machine.cuda, "allocate", refuse)
         refusal(CapacityError, domino.path)
+
+    def test_too_little_memory_for_tensorrt_itself_is_told_from_an_engine_that_it_refuses(self, machine, domino) -> None:
+        machine.makes_contexts = False
+        assert "target.engine: expected an execution context of profile 0" in refusal(EngineError, domino.path)
+        machine.cuda.left = 2**20
+        text = refusal(CapacityError, domino.path)
+        assert "target.engine: expected 1024 MiB of free GPU memory, found 1 MiB" in text
+
+    def test_tensors_that_lie_elsewhere(self, machine, domino, monkeypatch) -> None:
+        """A cache whose update has memory of its own would be read while it is written; a shape tensor wants a host's address."""
+        monkeypatch.setattr(FakeEngine, "get_aliased_input_tensor", lambda engine, name: None)
+        monkeypatch.setattr(FakeEngine, "get_tensor_location", lambda engine, name: SimpleNamespace(name="HOST"))
+        text = refusal(EngineError, domino.path)
+        assert "expected in the memory of key_cache.0, found in its own" in text
+        assert "write_index: expected on the device, found on the host" in text
 
 
 class TestRequest:
@@ -251,23 +276,32 @@ class TestStandIns:
             for implementation in (trt_cuda.Cuda, FakeCuda):
                 assert inspect.signature(getattr(implementation, name)) == signature, (implementation, name)
 
-    @pytest.mark.parametrize("module", ["tensorrt_rtx"])
-    def test_the_calls_of_tensorrt_are_those_that_nvidias_bindings_offer(self, module: str) -> None:
+    @pytest.mark.parametrize("module", ["tensorrt", "tensorrt_rtx"])
+    def test_the_calls_of_tensorrt_are_those_that_nvidias_bindings_offer(self, module: str, tmp_path: Path) -> None:
         """In a process of its own, since the library may end it."""
+        environment = tensorrt_stand_in.environment(tmp_path) if module == "tensorrt" else dict(os.environ)
         code = (
             f"import {module} as trt\n"
             "for kind, names in ((trt.Runtime, 'deserialize_cuda_engine'), (trt.Logger, 'ERROR'),\n"
             "    (trt.ICudaEngine, 'num_io_tensors get_tensor_name get_tensor_dtype get_tensor_shape create_execution_context'),\n"
+            "    (trt.ICudaEngine, 'get_tensor_location get_aliased_input_tensor device_memory_size_v2 create_runtime_config'),\n"
             "    (trt.IExecutionContext, 'set_optimization_profile_async set_tensor_address set_input_shape execute_async_v3')):\n"
             "    for name in names.split():\n"
             "        assert hasattr(kind, name), (kind, name)\n"
             "for name in 'FLOAT HALF BF16 INT64 BOOL'.split():\n"
             "    assert getattr(trt.DataType, name).name == name\n"
+            "assert trt.TensorLocation.DEVICE.name == 'DEVICE'\n"
+            "is_rtx = trt.__name__ == 'tensorrt_rtx'\n"
+            "assert is_rtx == hasattr(trt, 'DynamicShapesKernelSpecializationStrategy')\n"
+            "assert is_rtx == hasattr(trt.IExecutionContext, 'is_stream_capturable')\n"
+            "if is_rtx:\n"
+            "    assert trt.DynamicShapesKernelSpecializationStrategy.EAGER\n"
+            "    assert trt.IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy.fset\n"
             "print('all there', flush=True)\n"
             "import os\n"
             "os._exit(0)\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONWARNINGS": ""}
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment | {"PYTHONWARNINGS": ""}
         )
         assert done.stdout.strip() == "all there", done.stderr

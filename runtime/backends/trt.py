@@ -9,7 +9,7 @@ trt_memory.py  trt_cuda.py      memory and stream; the calls of the CUDA runtime
 
 from __future__ import annotations
 
-import hashlib
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,7 @@ from domino_deploy.bundle import Bundle
 from domino_deploy.config import DrafterKind
 from domino_deploy.engine_choice import Host, open_engines
 from domino_deploy.engine_signatures import capacity_of
-from domino_deploy.engines import BUILD_AGAIN, ENGINES_FOLDER, EngineSet, PluginForm
+from domino_deploy.engines import BUILD_AGAIN, EngineSet, PluginForm
 from domino_deploy.errors import EngineError, MissingDependencyError, RequestError
 from domino_deploy.runtime.backends.trt_cuda import Cuda
 from domino_deploy.runtime.backends.trt_draft import DraftPasses
@@ -57,7 +57,7 @@ def open_pair(
         )
     # Before anything of TensorRT: without a driver its Runtime object is null, and the first use of it ends the process.
     gpu = libraries.require_gpu(next(iter(installed)))
-    host = Host(flavours=installed, compute_capability=gpu.compute_capability, plugin_library=_plugin_libraries(bundle))
+    host = Host(flavours=installed, compute_capability=gpu.compute_capability)
     engines = open_engines(bundle, host, max_model_len=capacity)
     if not engines.manifest.has_weights:
         raise EngineError(f"{engines.path}: expected engines with weights, found stripped ones. Build them again without --strip-weights.")
@@ -66,19 +66,21 @@ def open_pair(
     return _load(module, engines, bundle, capacity, with_drafter=with_drafter)
 
 
-def _plugin_libraries(bundle: Bundle) -> dict[str, str]:
-    """Compiled plugins beside engines: sha256 by file name."""
-    files = (file for ending in ("so", "dll") for file in (bundle.path / ENGINES_FOLDER).glob(f"*/*.{ending}"))
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
 def _register_plugin(module: ModuleType, engines: EngineSet, compute_capability: str) -> None:
     """Make known what the engines call by name; a plugin that was compiled ahead of time is part of them."""
     plugin = engines.manifest.plugin
     if plugin.form is PluginForm.V3:
         _register_python_plugin(module, compute_capability)
     if plugin.form is PluginForm.CPP and plugin.library is not None:
-        _load_compiled_plugin(module, engines.path / plugin.library)
+        _load_compiled_plugin(module, _Library(engines.path / plugin.library, plugin.sha256))
+
+
+@dataclass(frozen=True)
+class _Library:
+    """A compiled plugin: the same wherever it lies, as TensorRT refuses to load one twice."""
+
+    file: Path = field(compare=False)
+    sha256: str | None
 
 
 # TensorRT's registry lives as long as the process and does not keep what is registered: what these return is kept here.
@@ -92,10 +94,13 @@ def _register_python_plugin(module: ModuleType, compute_capability: str) -> obje
 
 
 @cache
-def _load_compiled_plugin(module: ModuleType, library: Path) -> object:
-    loaded = module.get_plugin_registry().load_library(str(library))
+def _load_compiled_plugin(module: ModuleType, library: _Library) -> object:
+    loaded = module.get_plugin_registry().load_library(str(library.file))
     if loaded is None:
-        raise EngineError(f"{library}: expected a plugin that loads, found one that does not (see above). {BUILD_AGAIN}")
+        raise EngineError(
+            f"{library.file}: expected a plugin that loads, found one that does not (see above), or this process has another form of it. "
+            f"Use one form in a process. {BUILD_AGAIN}"
+        )
     return loaded
 
 

@@ -45,20 +45,25 @@ class Cuda:
         return int(address)
 
     def free(self, address: int) -> None:
-        _call(cudart.cudaFree, address)
+        _release(cudart.cudaFree, address)
+
+    def free_memory(self) -> int:
+        """Bytes that the device has left."""
+        free, _ = _call(cudart.cudaMemGetInfo)
+        return int(free)
 
     def allocate_pinned(self, size: int) -> int:
         """Address of `size` bytes on the host that the device copies from and to."""
         return int(_call(cudart.cudaHostAlloc, size, cudart.cudaHostAllocDefault))
 
     def free_pinned(self, address: int) -> None:
-        _call(cudart.cudaFreeHost, address)
+        _release(cudart.cudaFreeHost, address)
 
     def create_stream(self) -> int:
         return int(_call(cudart.cudaStreamCreateWithFlags, cudart.cudaStreamNonBlocking))
 
     def destroy_stream(self, stream: int) -> None:
-        _call(cudart.cudaStreamDestroy, stream)
+        _release(cudart.cudaStreamDestroy, stream)
 
     def synchronise(self, stream: int) -> None:
         """Wait until all that was put on the stream is done."""
@@ -75,7 +80,7 @@ class Cuda:
         return int(_call(cudart.cudaEventCreate))
 
     def destroy_event(self, event: int) -> None:
-        _call(cudart.cudaEventDestroy, event)
+        _release(cudart.cudaEventDestroy, event)
 
     def record(self, event: int, stream: int) -> None:
         _call(cudart.cudaEventRecord, event, stream)
@@ -92,15 +97,22 @@ class Cuda:
     def end_capture(self, stream: int) -> int:
         """A graph of what was recorded, ready to be launched."""
         graph = _call(cudart.cudaStreamEndCapture, stream)
-        executable = _call(cudart.cudaGraphInstantiate, graph, 0)
-        _call(cudart.cudaGraphDestroy, graph)
-        return int(executable)
+        try:
+            return int(_call(cudart.cudaGraphInstantiate, graph, 0))
+        finally:
+            _release(cudart.cudaGraphDestroy, graph)
+
+    def abandon_capture(self, stream: int) -> None:
+        """End a capture in which a call failed, and keep nothing of it: a stream that is not told stays in its capture."""
+        error, graph = cudart.cudaStreamEndCapture(stream)
+        if error == cudart.cudaError_t.cudaSuccess:
+            _release(cudart.cudaGraphDestroy, graph)
 
     def launch(self, graph: int, stream: int) -> None:
         _call(cudart.cudaGraphLaunch, graph, stream)
 
     def destroy_graph(self, graph: int) -> None:
-        _call(cudart.cudaGraphExecDestroy, graph)
+        _release(cudart.cudaGraphExecDestroy, graph)
 
 
 def _call(function: Any, *arguments: Any) -> Any:
@@ -108,6 +120,11 @@ def _call(function: Any, *arguments: Any) -> Any:
     error, *values = function(*arguments)
     _check(function, error)
     return values[0] if len(values) == 1 else values
+
+
+def _release(function: Any, handle: Any) -> None:
+    """Give something back, whatever the call says: it also reports what earlier passes did, was told then, and nobody can catch it here."""
+    function(handle)
 
 
 def _check(function: Any, error: Any) -> None:

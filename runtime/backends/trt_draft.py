@@ -67,12 +67,11 @@ class DraftPasses:
         outputs = {name: memory.address for name, memory in passed_on.items()}
         self._passed_on = passed_on
         addresses = outputs | self.caches.addresses | self._features.addresses | {name: self._inputs.address(name) for name in names}
-        self._draft = backbone.context(DRAFT_PROFILE, addresses)
-        self._draft.set_shapes(tensors.input_shapes(**self._sizes(self.draft_rows)))
+        self._draft = backbone.context(DRAFT_PROFILE, addresses, tensors.input_shapes(**self._sizes(self.draft_rows)))
         self._first_draft = backbone.context(FIRST_DRAFT_PROFILE, addresses)
         head_addresses = outputs | self._inputs.addresses | results.addresses
-        self._head = head.context(DRAFT_PROFILE, {name: address for name, address in head_addresses.items() if name in head_tensors})
-        self._head.set_shapes(head_tensors.input_shapes())
+        head_addresses = {name: address for name, address in head_addresses.items() if name in head_tensors}
+        self._head = head.context(DRAFT_PROFILE, head_addresses, head_tensors.input_shapes())
         self._draft_replay, self._head_replay = Replay(self._draft), Replay(self._head)
 
     def _sizes(self, feature_rows: int) -> dict[str, int]:

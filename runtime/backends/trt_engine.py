@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from domino_deploy.engines import BUILD_AGAIN, EngineGraph
-from domino_deploy.errors import EngineError, listed
+from domino_deploy.errors import CapacityError, DominoDeployError, EngineError, listed
 from domino_deploy.runtime.backends.trt_memory import Shape, Stream
+from domino_deploy.signature import updated
 
 # TensorRT's names of the dtypes in `signature.py`.
 _DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
+
+
+@cache
+def _logger(module: ModuleType) -> Any:
+    """One for all: TensorRT takes the first as the process's own, and goes on using it when what it was made for is gone."""
+    return module.Logger(module.Logger.ERROR)
 
 
 class Engine:
@@ -27,33 +35,54 @@ class Engine:
 
     Raises:
         EngineError: TensorRT refuses it, or it has not the inputs and outputs of the manifest.
+        CapacityError: the device has too little memory.
     """
 
     def __init__(self, module: ModuleType, file: Path, graph: EngineGraph, stream: Stream) -> None:
         self.file = file
         self.stream = stream
         # A runtime must outlive its engines.
-        self._runtime = module.Runtime(module.Logger(module.Logger.ERROR))
+        self._runtime = module.Runtime(_logger(module))
         self._engine = self._runtime.deserialize_cuda_engine(file.read_bytes())
         if self._engine is None:
-            raise EngineError(
-                f"{file}: expected an engine that TensorRT can read here, found one that it refuses (see above). {BUILD_AGAIN}"
-            )
+            raise self._refusal("an engine that TensorRT can read here", graph.bytes)
         problems = list(_differences(self._engine, graph))
         if problems:
             raise EngineError(listed(f"{file}: the engine is not the one that its manifest describes", problems, BUILD_AGAIN))
+        self._fixed_shapes = _fixed_shapes_config(module, self._engine)
 
-    def context(self, profile: int, addresses: Mapping[str, int]) -> Context:
-        """A context of one profile with memory for every input and output.
+    def context(self, profile: int, addresses: Mapping[str, int], shapes: Mapping[str, Shape] | None = None) -> Context:
+        """A context of one profile.
+
+        Args:
+            profile: its place in the engine.
+            addresses: of every input and output.
+            shapes: of every input, where they never change.
 
         Raises:
-            EngineError: TensorRT makes none.
+            EngineError: TensorRT makes none, or does not take the shapes.
+            CapacityError: the device has too little memory.
         """
-        context = self._engine.create_execution_context()
-        if context is None or not context.set_optimization_profile_async(profile, self.stream.handle):
-            raise EngineError(f"{self.file}: expected an execution context of profile {profile}, found none (see above). {BUILD_AGAIN}")
+        config = None if shapes is None else self._fixed_shapes
+        context = self._engine.create_execution_context() if config is None else self._engine.create_execution_context(config)
+        if context is None:
+            raise self._refusal(f"an execution context of profile {profile}", self._engine.device_memory_size_v2)
+        if not context.set_optimization_profile_async(profile, self.stream.handle):
+            raise EngineError(f"{self.file}: expected an engine with a profile {profile}, found none (see above). {BUILD_AGAIN}")
         self.stream.synchronise()
-        return Context(self, context, addresses)
+        made = Context(self, context, addresses)
+        made.set_shapes(shapes or {})
+        return made
+
+    def _refusal(self, expected: str, size: int) -> DominoDeployError:
+        """Why TensorRT gave nothing: it tells its log alone, so too little memory is recognised by what is left."""
+        free = self.stream.cuda.free_memory()
+        if free < size:
+            return CapacityError(
+                f"{self.file}: expected {size / 2**20:.0f} MiB of free GPU memory, found {free / 2**20:.0f} MiB. "
+                "Free some, or build the engines with a smaller --max-model-len."
+            )
+        return EngineError(f"{self.file}: expected {expected}, found none (see above). {BUILD_AGAIN}")
 
 
 class Context:
@@ -115,7 +144,11 @@ class Replay:
             stream.cuda.launch(self._graph, stream.handle)
         elif self._has_run and self._context.can_be_captured:
             stream.cuda.begin_capture(stream.handle)
-            work()
+            try:
+                work()
+            except BaseException:
+                stream.cuda.abandon_capture(stream.handle)
+                raise
             self._graph = stream.cuda.end_capture(stream.handle)
             weakref.finalize(self, stream.cuda.destroy_graph, self._graph)
             stream.cuda.launch(self._graph, stream.handle)
@@ -124,9 +157,23 @@ class Replay:
             self._has_run = True
 
 
+def _fixed_shapes_config(module: ModuleType, engine: Any) -> Any:
+    """What TensorRT-RTX makes a context with whose shapes never change; None for TensorRT.
+
+    By default TensorRT-RTX compiles kernels for a shape while others run, and a graph captured meanwhile would keep those.
+    """
+    strategies = getattr(module, "DynamicShapesKernelSpecializationStrategy", None)
+    if strategies is None:
+        return None
+    config = engine.create_runtime_config()
+    config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+    return config
+
+
 def _differences(engine: Any, graph: EngineGraph) -> Iterator[str]:
-    """A line for each input or output that is missing, surplus, or of another type or shape."""
-    names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    """A line for each input or output that is missing, surplus, of another type or shape, or not where the backend has it."""
+    present = frozenset(engine.get_tensor_name(index) for index in range(engine.num_io_tensors))
+    names = set(present)
     for spec in (*graph.inputs, *graph.outputs):
         if spec.name not in names:
             yield f"{spec.name}: missing"
@@ -136,4 +183,9 @@ def _differences(engine: Any, graph: EngineGraph) -> Iterator[str]:
         actual = (engine.get_tensor_dtype(spec.name).name, list(engine.get_tensor_shape(spec.name)))
         if actual != expected:
             yield f"{spec.name}: expected {expected[0]} {expected[1]}, found {actual[0]} {actual[1]}"
+        if (place := engine.get_tensor_location(spec.name).name) != "DEVICE":
+            yield f"{spec.name}: expected on the device, found on the {place.lower()}"
+    for spec in graph.inputs:
+        if updated(spec.name) in present and engine.get_aliased_input_tensor(updated(spec.name)) != spec.name:
+            yield f"{updated(spec.name)}: expected in the memory of {spec.name}, found in its own"
     yield from (f"{name}: unknown" for name in sorted(names))

@@ -66,8 +66,8 @@ class TargetPasses:
 
         outputs = {FEATURES: self.features.address, LOGITS: self._logits.address, GREEDY_IDS: results.address(GREEDY_IDS)}
         addresses = outputs | self.caches.addresses
-        self._verify = engine.context(VERIFY_PROFILE, addresses | self._ids.addresses | self._verify_inputs.addresses)
-        self._verify.set_shapes(self._tensors.input_shapes(**verify_sizes))
+        verify_addresses = addresses | self._ids.addresses | self._verify_inputs.addresses
+        self._verify = engine.context(VERIFY_PROFILE, verify_addresses, self._tensors.input_shapes(**verify_sizes))
         self._prefill = engine.context(PREFILL_PROFILE, addresses | self._prefill_inputs.addresses)
         self._replay = Replay(self._verify)
 

@@ -38,6 +38,7 @@ class FakeCuda:
     recording: list[Call] | None = None
     graphs: dict[int, list[Call]] = field(default_factory=dict)
     events: dict[int, float | None] = field(default_factory=dict)  # by event: when it was passed
+    left: int = 2**40  # bytes that the device says it has left
     _handles: int = 0
     _clock: float = 0.0
 
@@ -51,6 +52,9 @@ class FakeCuda:
 
     def free(self, address: int) -> None:
         del self.memory[address]
+
+    def free_memory(self) -> int:
+        return self.left
 
     def allocate_pinned(self, size: int) -> int:
         address = self.allocate(size)
@@ -120,6 +124,10 @@ class FakeCuda:
         self.graphs[self._handle()], self.recording = self.recording, None
         self.counts.captures += 1
         return self._handles
+
+    def abandon_capture(self, stream: int) -> None:
+        assert self.recording is not None, "abandons a capture that did not begin"
+        self.recording = None
 
     def launch(self, graph: int, stream: int) -> None:
         self.counts.launches += 1

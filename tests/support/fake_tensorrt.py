@@ -1,7 +1,8 @@
 """A stand-in for the module `tensorrt` at run time: an "engine" is an ONNX graph that ONNX Runtime runs on the addresses bound.
 
 It holds its caller to TensorRT's rules: every address and shape set, shapes inside the profile and set outside of a capture,
-a first pass before the capture, one context per profile, aligned addresses, a cache's output where its input is.
+a first pass before the capture, one context per profile, aligned addresses, a cache's output where its input is; to TensorRT-RTX's:
+nothing captured while kernels for its shapes may yet be compiled.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class FakeTensorRT:
     __version__: str = "11.4.0"
     can_capture: bool | None = None  # what TensorRT-RTX says of a context; TensorRT's has no such method
     load_library: Callable[[str], object] = lambda path: None
+    loggers: list[object] = field(default_factory=list)  # of the runtimes made
+    makes_contexts: bool = True
+    refuses: str = ""  # the engine, by its file's stem, whose passes cannot be captured
     passes: list[tuple[str, int]] = field(default_factory=list)  # engine and profile of each pass that was run
 
     class Logger:
@@ -46,7 +50,14 @@ class FakeTensorRT:
     def get_plugin_registry(self) -> SimpleNamespace:
         return SimpleNamespace(load_library=self.load_library)
 
+    @property
+    def DynamicShapesKernelSpecializationStrategy(self) -> SimpleNamespace:
+        if self.can_capture is None:
+            raise AttributeError("TensorRT has none")
+        return SimpleNamespace(LAZY="lazy", EAGER="eager")
+
     def Runtime(self, logger: object) -> SimpleNamespace:
+        self.loggers.append(logger)
         return SimpleNamespace(deserialize_cuda_engine=lambda content: FakeEngine.read(self, content))
 
 
@@ -89,13 +100,26 @@ class FakeEngine:
     def get_tensor_shape(self, name: str) -> list[int]:
         return [size if isinstance(size, int) else -1 for size in self.tensors[name].shape]
 
-    def create_execution_context(self) -> FakeContext:
-        return FakeContext(self)
+    def get_tensor_location(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name="DEVICE")
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return next((cache for cache in self.inputs if updated(cache) == name), None)
+
+    device_memory_size_v2 = 2**30
+
+    def create_runtime_config(self) -> SimpleNamespace:
+        return SimpleNamespace(dynamic_shapes_kernel_specialization_strategy="lazy")
+
+    def create_execution_context(self, config: SimpleNamespace | None = None) -> FakeContext | None:
+        chosen = self.create_runtime_config() if config is None else config
+        return FakeContext(self, chosen.dynamic_shapes_kernel_specialization_strategy) if self.module.makes_contexts else None
 
 
 class FakeContext:
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine, specialisation: str) -> None:
         self.engine = engine
+        self.specialisation = specialisation
         self.cuda = engine.module.cuda
         self.profile: int | None = None
         self.addresses: dict[str, int] = {}
@@ -136,6 +160,10 @@ class FakeContext:
         for name in engine.inputs.keys() & {name for name in engine.inputs if updated(name) in engine.tensors}:
             assert self.addresses[name] == self.addresses[updated(name)], f"{name} is not updated in its place"
         assert self.is_prepared or self.cuda.recording is None, "captures a pass that was not run before: TensorRT would allocate"
+        is_rtx = engine.module.can_capture is not None
+        assert self.cuda.recording is None or not is_rtx or self.specialisation == "eager", "captures kernels that will be replaced"
+        if self.cuda.recording is not None and engine.name == engine.module.refuses:
+            return False
         self.is_prepared = True
         addresses, shapes, profile = dict(self.addresses), dict(self.shapes), self.profile
         self.cuda.submit(stream, lambda: self._run(addresses, shapes, profile))
