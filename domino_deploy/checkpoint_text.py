@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from domino_deploy.checkpoint_source import file_in
@@ -49,12 +50,24 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
         raise CheckpointError(
             f"{path}: expected a tokenizer, found one that does not parse: {error}. Fetch the checkpoint again."
         ) from error
-    token = max(ids, key=lambda token: ids[token], default=None)
-    if token is None or ids[token] >= vocab_size:
-        found = "none" if token is None else f"{ids[token]} ({token!r:.40})"
+    misfit = misfit_of(ids, vocab_size)
+    if misfit is not None:
         raise CheckpointError(
-            f"{path}: expected token ids below {vocab_size}, the vocab_size of config.json, found {found}. Use the target's own tokenizer."
+            f"{path}: expected token ids below {vocab_size}, the vocab_size of config.json, found {misfit}. Use the target's own tokenizer."
         )
+
+
+def misfit_of(ids: Mapping[str, int], vocab_size: int) -> str | None:
+    """What shows that a tokenizer is not of a model of `vocab_size`: its largest id, or that it has none; None where it may be.
+
+    Args:
+        ids: of all tokens, added ones included.
+        vocab_size: rows of the model's embedding, often more than tokens.
+    """
+    token = max(ids, key=lambda token: ids[token], default=None)
+    if token is None:
+        return "none"
+    return f"{ids[token]} ({token!r:.40})" if ids[token] >= vocab_size else None
 
 
 def chat_template(folder: Path) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from domino_deploy.backends import BACKENDS, Backend
 from domino_deploy.doctor_facts import Facts
 from domino_deploy.known_bad import KNOWN_BAD, Severity
 from domino_deploy.precision import Dtype
@@ -81,11 +82,13 @@ class Diagnosis:
         }
 
 
+_TENSORRT = "tensorrt or tensorrt-rtx"  # either will do: alternatives are told, and taken apart, at " or "
 # Command -> the extra that brings what it needs, and those packages; a test holds this against pyproject.toml.
 _EXPORTING = ("torch", "onnx", "onnx-ir", "onnxscript", "safetensors")
 COMMAND_NEEDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "export": ("export", _EXPORTING),
     "verify": ("export", _EXPORTING),
+    "build-engine": ("tensorrt-rtx", (*_EXPORTING, _TENSORRT)),  # of the two, the one that builds without a GPU
     "generate": (CORE, ()),
     "bench": (CORE, ()),
     "inspect": (CORE, ()),
@@ -96,14 +99,6 @@ COMMAND_NEEDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 _SERVING = ("numpy", "onnxruntime", "tokenizers", "jinja2")
 _CORE_NEEDS: Mapping[str, tuple[str, ...]] = {"doctor": (), "inspect": ("numpy",), "train": ("tokenizers",), "regenerate": ("tokenizers",)}
 
-# Backend -> package, install command, precisions it runs.  ONNX Runtime 1.32 on a CPU lacks bfloat16 products and attention
-# (NOT_IMPLEMENTED); eager PyTorch has no kernels for the quantised layouts.
-_FLOATS = (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16)
-BACKENDS: Mapping[str, tuple[str, str, tuple[Dtype, ...]]] = {
-    "ort": ("onnxruntime", "domino-deploy", (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.INT8, Dtype.INT4)),
-    "eager": ("torch", "domino-deploy[export]", _FLOATS),
-}
-
 
 def diagnose(facts: Facts) -> Diagnosis:
     """The whole answer."""
@@ -113,18 +108,16 @@ def diagnose(facts: Facts) -> Diagnosis:
 def commands(facts: Facts) -> Iterable[Command]:
     """Each command, and the packages that it lacks here."""
     for name, (extra, packages) in COMMAND_NEEDS.items():
-        missing = tuple(package for package in (*_CORE_NEEDS.get(name, _SERVING), *packages) if facts.installed(package) is None)
+        missing = tuple(package for package in (*_CORE_NEEDS.get(name, _SERVING), *packages) if not _has(facts, package))
         yield Command(name=name, missing=missing, install=_install(extra) if missing else "")
 
 
 def runs(facts: Facts) -> Iterable[Run]:
     """Each backend with each precision."""
-    for backend, (package, install, precisions) in BACKENDS.items():
-        is_there = facts.installed(package) is not None
+    for backend, needs in BACKENDS.items():
+        lack = _lack(facts, backend)
         for dtype in Dtype:
-            reason = "" if dtype in precisions else f"{backend} does not compute it"
-            if not reason and not is_there:
-                reason = f"{package} is not installed: pip install '{install}'"
+            reason = lack if dtype in needs.precisions else f"{backend} does not compute it"
             yield Run(backend=backend, precision=str(dtype), reason=reason)
 
 
@@ -136,6 +129,21 @@ def findings(facts: Facts) -> Iterable[Finding]:
         for words in entry.finds(facts)
     ]
     return sorted(found, key=lambda finding: finding.severity is not Severity.BAD)
+
+
+def _lack(facts: Facts, backend: Backend) -> str:
+    """What a backend lacks here; empty for nothing."""
+    needs = BACKENDS[backend]
+    for package in (needs.package, _TENSORRT) if backend is Backend.TENSORRT else (needs.package,):
+        if not _has(facts, package):
+            return f"{package} is not installed: pip install '{needs.install}'"
+    if backend is Backend.TENSORRT and not facts.machine.gpus:
+        return "no GPU that nvidia-smi shows"
+    return ""
+
+
+def _has(facts: Facts, package: str) -> bool:
+    return any(facts.installed(name) is not None for name in package.split(" or "))
 
 
 def _install(extra: str) -> str:

@@ -34,6 +34,7 @@ CPU_FLAGS: Mapping[str, str] = {
 PACKAGES = (
     "domino-deploy",
     "click",
+    "cuda-bindings",
     "gguf",
     "huggingface-hub",
     "jinja2",

@@ -17,7 +17,7 @@ from domino_deploy.errors import RequestError, listed
 from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.decode import PREFILL_ROWS
 from domino_deploy.signature import GraphForm
-from domino_deploy.stored_weights import DRAFT_VOCABULARY, PARTS, part_of, stored_bytes, wanted_dtype
+from domino_deploy.stored_weights import DRAFT_VOCABULARY, PARTS, check_whole_blocks, part_of, stored_bytes, wanted_dtype
 
 _FLOAT32 = 4  # bytes of logits and attention scores
 _TOKEN_ID = 8  # bytes
@@ -77,28 +77,22 @@ def weight_bytes(pair: Pair, precision: Precision, sources: Mapping[str, Mapping
     Raises:
         RequestError: a matrix that is to be quantised has an input axis that is no whole number of blocks.
     """
-    sizes: dict[str, int] = {}
-    problems: list[str] = []
     models: list[tuple[str, TargetConfig | DrafterConfig, Shapes]] = [("target", pair.target, expected_target_tensors(pair.target))]
     if pair.drafter is not None:
         models.append(("drafter", pair.drafter, expected_drafter_tensors(pair.drafter)))
+    stored: list[tuple[str, tuple[int, ...], Dtype]] = []
+    quantised: dict[str, int] = {}
     for owner, config, shapes in models:
         found = (sources or {}).get(owner, {})
         for name, shape in shapes.items():
             dtype = wanted_dtype(name, found.get(name, Dtype.BFLOAT16), config, precision)
-            if dtype.is_quantised and shape[1] % precision.block_size:
-                problems.append(f"{owner} {name}: {shape[1]} inputs")
-            else:
-                part = part_of(name, config)
-                sizes[part] = sizes.get(part, 0) + stored_bytes(shape, dtype, precision)
-    if problems:
-        raise RequestError(
-            listed(
-                f"Expected matrices whose inputs are a multiple of the block size {precision.block_size}, found",
-                problems,
-                "Choose a smaller block size, or another precision for that part.",
-            )
-        )
+            stored.append((part_of(name, config), shape, dtype))
+            if dtype.is_quantised:
+                quantised[f"{owner} {name}"] = shape[1]
+    check_whole_blocks(quantised, precision.block_size)
+    sizes: dict[str, int] = {}
+    for part, shape, dtype in stored:
+        sizes[part] = sizes.get(part, 0) + stored_bytes(shape, dtype, precision)
     if pair.form.draft_vocab_size is not None and pair.drafter is not None:
         sizes[DRAFT_VOCABULARY] = draft_vocabulary_bytes(pair.form.draft_vocab_size, pair.drafter, precision)
     return {part: sizes[part] for part in PARTS if part in sizes}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from domino_deploy.checkpoint_tensors import EMBEDDING, LM_HEAD
 from domino_deploy.config import DrafterConfig, TargetConfig
+from domino_deploy.errors import RequestError, listed
 from domino_deploy.precision import Dtype, Precision
 
 # Names of safetensors.
@@ -41,6 +42,27 @@ def blocks_of(inputs: int, bits: int, block_size: int) -> Blocks:
     """The layout of an input axis that is a whole number of blocks; four-bit zero points lie two in a byte."""
     count = inputs // block_size
     return Blocks(count, block_size * bits // 8, (count * bits + 7) // 8)
+
+
+def check_whole_blocks(inputs: Mapping[str, int], block_size: int) -> None:
+    """Check that the input axes of matrices are whole numbers of blocks.
+
+    Args:
+        inputs: length of the input axis of each matrix that is to be quantised, by its name.
+        block_size: inputs of a block.
+
+    Raises:
+        RequestError: some are not; all of them are named.
+    """
+    problems = [f"{name}: {length} inputs" for name, length in inputs.items() if length % block_size]
+    if problems:
+        raise RequestError(
+            listed(
+                f"Expected matrices whose inputs are a multiple of the block size {block_size}, found",
+                problems,
+                "Choose a smaller block size, or another precision for that part.",
+            )
+        )
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: Dtype, precision: Precision) -> int:

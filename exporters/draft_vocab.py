@@ -6,6 +6,7 @@ for each block; text is unchanged, since the target verifies with its whole LM h
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -29,6 +30,8 @@ from domino_deploy.runtime.text import Tokenizer
 from domino_deploy.safetensors_header import TensorEntry, header_for
 from domino_deploy.stored_weights import SAFETENSORS
 
+# Characters: far above an answer, or a list of all token ids of a vocabulary (some 8 characters each).
+_LONGEST_LINE = 2**24
 _DRAFTER_CODEBOOK = "embed_proj.2.weight"
 _FORM = 'an object with "prompt", "response" or "text" (strings), "messages" (objects with "content"), or "response_ids" (token ids)'
 
@@ -48,7 +51,8 @@ def rank_tokens(source: Path, tokenizer: Tokenizer, size: int, keep: Iterable[in
         Token ids, rising.  Of two that are equally frequent the lower id goes first.
 
     Raises:
-        RequestError: a file of another form, tokens outside the vocabulary, or fewer different tokens than wanted.
+        RequestError: a file of another form, or with a line of more than 16 Mi characters; tokens outside the vocabulary, or fewer
+            different tokens than wanted.
     """
     kept = sorted(set(keep))
     if not max(1, len(kept)) <= size <= vocab_size:
@@ -74,10 +78,10 @@ def read_draft_vocab(file: Path, vocab_size: int) -> list[int]:
     """Token ids out of a JSON list, rising.
 
     Raises:
-        RequestError: not a list of different token ids of the vocabulary, or an empty one.
+        RequestError: not a list of different token ids of the vocabulary, an empty one, or one of more than 16 Mi characters.
     """
     try:
-        ids = json.loads(_text(file))
+        ids = json.loads(_short_text(file))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{file}: expected a JSON list of token ids, found no JSON: {error}. Correct the file.") from error
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
@@ -215,16 +219,32 @@ def _contents(record: object) -> Iterator[str | list[int]]:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Lines with their ends, which are tokens too; read one at a time."""
+    """Lines with their ends, which are tokens too; read one at a time, none of them longer than `_LONGEST_LINE`."""
     try:
-        with file.open(encoding="utf-8", newline="\n") as lines:
-            yield from lines
+        if file.exists() and not file.is_file():  # opening a pipe waits for whoever writes into it
+            raise RequestError(f"{file}: expected a regular file, found something else. Write the text to a file and name that.")
+        with file.open(encoding="utf-8", newline="\n") as text:
+            for number in itertools.count(1):
+                line = text.readline(_LONGEST_LINE + 1)
+                if not line:
+                    return
+                if len(line) > _LONGEST_LINE:
+                    raise RequestError(
+                        f"{file}: expected lines of at most {_LONGEST_LINE} characters, found a longer one, line {number}. Break it up."
+                    )
+                yield line
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{file}: expected a text or JSONL file in UTF-8, found none ({error}). Check the path.") from error
 
 
-def _text(file: Path) -> str:
-    return "".join(_lines(file))
+def _short_text(file: Path) -> str:
+    """All of a file that is no longer than a line may be, which is long for a list of tokens."""
+    text = ""
+    for line in _lines(file):
+        text += line
+        if len(text) > _LONGEST_LINE:
+            raise RequestError(f"{file}: expected at most {_LONGEST_LINE} characters, found more. Is it a list of token ids?")
+    return text
 
 
 def _check_range(ids: Iterable[int], vocab_size: int, where: Path) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from domino_deploy.bundle import DRAFT_VOCAB
 from domino_deploy.checkpoint import Checkpoint
 from domino_deploy.config import DrafterConfig, TargetConfig
-from domino_deploy.errors import CheckpointError, RequestError, listed
+from domino_deploy.errors import CheckpointError
 from domino_deploy.precision import Dtype, Precision
 from domino_deploy.safetensors_header import TensorEntry
-from domino_deploy.stored_weights import DTYPES, stored_bytes, wanted_dtype
+from domino_deploy.stored_weights import DTYPES, check_whole_blocks, stored_bytes, wanted_dtype
 
 AnyCheckpoint = Checkpoint[TargetConfig] | Checkpoint[DrafterConfig]
 
@@ -59,19 +59,8 @@ def file_plans(checkpoint: AnyCheckpoint, precision: Precision) -> list[FilePlan
             "Rename it, in the index too."
         )
     wanted = wanted_dtypes(checkpoint, precision)
-    problems = [
-        f"{name}: {checkpoint.tensors[name].shape[1]} inputs"
-        for name, dtype in wanted.items()
-        if dtype.is_quantised and checkpoint.tensors[name].shape[1] % precision.block_size
-    ]
-    if problems:
-        raise RequestError(
-            listed(
-                f"Expected matrices whose inputs are a multiple of the block size {precision.block_size}, found",
-                problems,
-                "Choose a smaller block size, or another precision for that part.",
-            )
-        )
+    quantised = {name: checkpoint.tensors[name].shape[1] for name, dtype in wanted.items() if dtype.is_quantised}
+    check_whole_blocks(quantised, precision.block_size)
     return [
         FilePlan(source=file, tensors={name: (entry, wanted[name]) for name, entry in checkpoint.tensors.items() if entry.file == file})
         for file in files

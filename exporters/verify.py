@@ -128,7 +128,7 @@ def compare(
     if reason is not None:
         return dataclasses.replace(report, notes=(f"generation left out: {reason}",))
     progress("Comparing speculative generation")
-    generated = list(compare_generation(bundle, reference, tolerances))
+    generated = list(compare_generation(bundle, reference, tolerances, lines))
     lines += [line for made, _ in generated for line in made]
     return dataclasses.replace(report, lines=tuple(lines), generated=tuple(record for _, record in generated))
 

@@ -1,13 +1,14 @@
 """Both sides generate greedily on their own: errors that stay within bounds for one pass could still add up.
 
 In float32 every step must be the same.  In narrower precisions a token, or a proposal, may differ where PyTorch's logits of the two
-candidates lie within the bound of the logits, a near tie; what follows a token that differs is another text and is not compared.
+candidates are a near tie (`near_tie`); what follows a token that differs is another text and is not compared.
 
 Shape legend: N proposals, V vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -77,10 +78,21 @@ class _Uncached:
         return Proposal(token_ids=np.array(drafted))
 
 
-def compare_generation(bundle: Bundle, reference: Reference, tolerances: Tolerances) -> Iterator[tuple[list[VerificationLine], Generation]]:
-    """Per prompt: do the graphs propose, accept and emit what PyTorch does?"""
+def compare_generation(
+    bundle: Bundle, reference: Reference, tolerances: Tolerances, graph_lines: Sequence[VerificationLine]
+) -> Iterator[tuple[list[VerificationLine], Generation]]:
+    """Per prompt: do the graphs propose, accept and emit what PyTorch does?
+
+    Args:
+        bundle: whose graphs generate.
+        reference: the PyTorch models.
+        tolerances: bounds of the graphs' outputs.
+        graph_lines: what the comparison of the graphs found.
+    """
     is_strict = reference.is_plain and bundle.precision.activations is Dtype.FLOAT32 and not bundle.precision.is_quantised
-    drafted = tolerances.of(BASE_LOGITS, "backbone", bundle.precision)
+    emitted = near_tie(tolerances.of(LOGITS, "target", bundle.precision), graph_lines, LOGITS)
+    # The error of the features that proposals are made of is the target's.
+    drafted = near_tie(tolerances.of(BASE_LOGITS, "backbone", bundle.precision), graph_lines, LOGITS, BASE_LOGITS)
     params = GenerationParams(max_new_tokens=NEW_TOKENS)
     with Session.open(bundle.path) as session:
         assert session.drafter is not None, "sessions open with the bundle's drafter"
@@ -92,7 +104,7 @@ def compare_generation(bundle: Bundle, reference: Reference, tolerances: Toleran
             recorded = _Recorded(session.drafter)
             expected = list(generate(eager_target, eager_drafter, prompt_ids, params, num_speculative_tokens=count))
             found = list(generate(session.target, recorded, prompt_ids, params, num_speculative_tokens=count))
-            difference = _difference(reference, prompt_ids, expected, found, tolerances.of(LOGITS, "target", bundle.precision))
+            difference = _difference(reference, prompt_ids, expected, found, emitted)
             case = f"prompt {number}, {NEW_TOKENS} tokens"
             lines = [_steps_line(case, expected, found)]
             if not is_strict:
@@ -108,6 +120,19 @@ def compare_generation(bundle: Bundle, reference: Reference, tolerances: Toleran
                 difference=difference,
             )
             yield lines, record
+
+
+def near_tie(tolerance: Tolerance, graph_lines: Sequence[VerificationLine], *outputs: str) -> Tolerance:
+    """How far apart two candidates may lie: no further than their logits' bound, and no further than twice the errors, since both may
+    be off, that the comparison of the graphs has just found.
+
+    Args:
+        tolerance: of the logits that the candidates are chosen by.
+        graph_lines: what the comparison found.
+        outputs: whose errors, the largest of each, add up in these logits.
+    """
+    errors = [max(line.max_abs_error for line in graph_lines if line.name == output) for output in outputs]
+    return dataclasses.replace(tolerance, most=2 * sum(errors))
 
 
 def _tokens(steps: Sequence[Step]) -> list[int]:

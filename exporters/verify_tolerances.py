@@ -23,16 +23,17 @@ ALL = ""
 class Tolerance:
     """What one output is allowed.
 
-    rtol: largest error as a part of the output's scale; atol: added to it; min_cosine: smallest cosine similarity, which a few
-    outliers do not hide, or None.
+    rtol: largest error as a part of the output's scale; atol: added to it; most: of the two together, at any scale; min_cosine:
+    smallest cosine similarity, which a few outliers do not hide, or None.
     """
 
     rtol: float
     atol: float = 0.0
+    most: float = math.inf
     min_cosine: float | None = None
 
     def bound(self, scale: float) -> float:
-        return self.atol + self.rtol * scale
+        return min(self.most, self.atol + self.rtol * scale)
 
 
 # float32: both sides compute in fp32, so what remains is the order of summation: 3e-6 at most, measured with SmolLM2-135M (30

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Self
 
+from domino_deploy.backends import BACKENDS, Backend, check_precision
 from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.config import TargetConfig
 from domino_deploy.errors import MissingDependencyError, RequestError, listed
@@ -31,14 +32,6 @@ __all__ = ["Backend", "Chunk", "DrafterChoice", "GenerationParams", "Provider", 
 # Longer only when asked for: drafters are trained on some 3000 tokens and accept little beyond (docs/architecture.md), and
 # a target's own maximum, mostly far above, would promise more memory than a machine may have.
 DEFAULT_MAX_MODEL_LEN = 4096
-
-
-class Backend(StrEnum):
-    """What runs the models: ONNX Runtime, TensorRT (of either flavour), or eager PyTorch as the reference."""
-
-    ORT = "ort"
-    TENSORRT = "tensorrt"
-    EAGER = "eager"
 
 
 class DrafterChoice(StrEnum):
@@ -98,15 +91,16 @@ class Session:
             threads: threads inside an operator; None for one per physical core (ORT) or PyTorch's own choice (eager).
 
         Raises:
-            BundleError: not a bundle, or a damaged one.
+            BundleError: not a bundle, a damaged one, or one with another model's tokenizer.
             EngineError: no engines that fit this machine, or damaged ones (TensorRT).
-            RequestError: a value out of range, or one that the backend has no use for.
+            RequestError: a value out of range, one that the backend has no use for, or a precision that it does not run.
             MissingDependencyError: the backend's package is not installed, or its driver.
             CapacityError: the GPU has too little memory (TensorRT).
         """
         if backend is not Backend.ORT and provider is not Provider.CPU:
             raise RequestError(f"Expected a provider for the backend ort only, found {provider} for {backend}. Leave it out.")
         opened = open_bundle(bundle)
+        check_precision(backend, opened.precision, opened.path)
         capacity = _capacity(opened.target, max_model_len, threads)
         tokenizer = bundle_tokenizer(opened)
         asked: dict[str, object] = {"capacity": capacity, "threads": threads, "with_drafter": drafter is DrafterChoice.BUNDLE}
@@ -230,16 +224,12 @@ def _capacity(target: TargetConfig, max_model_len: int | None, threads: int | No
 
 def _backend_module(backend: Backend) -> ModuleType:
     """The backend's module, imported when chosen; its dependency may be missing."""
-    module, package, name, extra = {
-        Backend.ORT: ("ort", "onnxruntime", "onnxruntime", "domino-deploy"),
-        Backend.TENSORRT: ("trt", "cuda", "cuda-bindings", "domino-deploy[tensorrt]"),
-        Backend.EAGER: ("eager", "torch", "torch", "domino-deploy[export]"),
-    }[backend]
+    needs = BACKENDS[backend]
     try:
-        return importlib.import_module(f"domino_deploy.runtime.backends.{module}")
+        return importlib.import_module(f"domino_deploy.runtime.backends.{needs.module}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != package:
+        if error.name is None or error.name.partition(".")[0] != needs.imported:
             raise
         raise MissingDependencyError(
-            f"Expected the package {name} for the backend {backend}, found none. Run: pip install '{extra}'"
+            f"Expected the package {needs.package} for the backend {backend}, found none. Run: pip install '{needs.install}'"
         ) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from domino_deploy.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle
+from domino_deploy.checkpoint_text import misfit_of
 from domino_deploy.errors import BundleError, MissingDependencyError, RequestError
 from domino_deploy.runtime.chat_template import ChatTemplate
 
@@ -61,6 +62,10 @@ class Tokenizer:
         """Text of the tokens, special tokens left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def ids(self) -> dict[str, int]:
+        """The ids of all tokens, added ones included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     @property
     def has_chat_template(self) -> bool:
         return self._template_source is not None
@@ -94,14 +99,21 @@ def bundle_tokenizer(bundle: Bundle) -> Tokenizer:
     """The target's tokenizer and chat template, as the bundle has them.
 
     Raises:
-        BundleError: one of them cannot be read.
+        BundleError: one of them cannot be read, or the tokenizer knows a token that the target has no row for.
     """
     template = bundle.path / CHAT_TEMPLATE
     try:
         source = template.read_text(encoding="utf-8") if template.is_file() else None
     except UnicodeDecodeError as error:
         raise BundleError(f"{template}: expected text in UTF-8, found: {error}. Export the bundle again.") from error
-    return Tokenizer(bundle.path / TOKENIZER, chat_template=source, special_tokens=bundle.manifest.special_tokens)
+    tokenizer = Tokenizer(bundle.path / TOKENIZER, chat_template=source, special_tokens=bundle.manifest.special_tokens)
+    misfit = misfit_of(tokenizer.ids(), bundle.target.vocab_size)
+    if misfit is not None:
+        raise BundleError(
+            f"{bundle.path / TOKENIZER}: expected token ids below {bundle.target.vocab_size}, the target's vocab_size, found {misfit}. "
+            "Export the bundle again."
+        )
+    return tokenizer
 
 
 class IncrementalDetokenizer:

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper
 
+from domino_deploy.bundle import APART_GRAPHS, GRAPHS
 from domino_deploy.cli import main
 from tests.support.bundles import change_manifest
 from tests.support.checkpoints import drafter_config, drafter_shapes, write_drafter, write_target
@@ -82,7 +83,7 @@ def test_a_bundles_facts_join_manifest_and_graphs(tiny_bundle: Path) -> None:
     manifest = json.loads((tiny_bundle / "manifest.json").read_text())
     assert facts["kind"] == "bundle"
     assert facts["files"] == manifest["files"]
-    assert facts["graphs"].keys() == {"target", "backbone", "head"}
+    assert facts["graphs"].keys() == {*GRAPHS, *APART_GRAPHS}
     for name, graph in facts["graphs"].items():
         model = onnx.load(tiny_bundle / manifest["graphs"][name]["file"], load_external_data=False)
         assert [tensor["name"] for tensor in graph["inputs"]] == [value.name for value in model.graph.input]
@@ -94,7 +95,7 @@ def test_a_bundles_facts_join_manifest_and_graphs(tiny_bundle: Path) -> None:
 def test_a_bundles_table_gives_the_caches_of_all_layers_one_row(tiny_bundle: Path) -> None:
     lines = CliRunner().invoke(main, ["inspect", str(tiny_bundle)]).stdout.splitlines()
     caches = [line for line in lines if line.startswith("input\tkey_cache")]
-    assert [line.split("\t")[1] for line in caches] == ["key_cache.* (4 layers)", "key_cache.* (2 layers)"]
+    assert [line.split("\t")[1] for line in caches] == ["key_cache.* (4 layers)", "key_cache.* (2 layers)"] * 2, "whole graphs and trunks"
 
 
 @pytest.mark.parametrize("content", [b"not a graph", b""], ids=["garbage", "empty"])

@@ -16,13 +16,13 @@ from click.testing import CliRunner
 
 from domino_deploy import doctor as judging
 from domino_deploy import doctor_facts
+from domino_deploy.backends import BACKENDS, Backend
 from domino_deploy.cli import COMMANDS, main
-from domino_deploy.doctor import BACKENDS, COMMAND_NEEDS, commands, diagnose, findings, runs
+from domino_deploy.doctor import COMMAND_NEEDS, commands, diagnose, findings, runs
 from domino_deploy.doctor_facts import PACKAGES, Facts, Gpu, Machine, cpu_flags, gpus_of
 from domino_deploy.known_bad import KNOWN_BAD, Severity
 from domino_deploy.precision import Dtype
 from domino_deploy.requirements import below, parse_requirement, release
-from domino_deploy.runtime.session import Backend
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 MACHINE = Machine(
@@ -38,6 +38,7 @@ MACHINE = Machine(
     gpus=(),
 )
 GOOD = {
+    "cuda-bindings": "13.0.1",
     "domino-deploy": "0.1.0",
     "jinja2": "3.1.6",
     "matplotlib": "3.11.2",
@@ -47,10 +48,17 @@ GOOD = {
     "onnxruntime": "1.32.0",
     "onnxscript": "0.7.2",
     "safetensors": "0.8.0",
+    "tensorrt-rtx": "1.7.1.3",
     "tokenizers": "0.23.3",
     "torch": "2.13.0+cpu",
 }
-REQUIREMENTS = ("numpy>=1.26", "onnxruntime>=1.30", 'torch<3,>=2.10; extra == "export"', 'pytest>=8.3; extra == "dev"')
+REQUIREMENTS = (
+    "numpy>=1.26",
+    "onnxruntime>=1.30",
+    'torch<3,>=2.10; extra == "export"',
+    'cuda-bindings>=12.9; extra == "tensorrt"',
+    'pytest>=8.3; extra == "dev"',
+)
 
 
 def facts(packages: dict[str, str | None] | None = None, **changes: Any) -> Facts:
@@ -78,6 +86,7 @@ class TestKnownBad:
             ({"torch": "2.9.1"}, "a version outside the supported range"),
             ({"torch": "3.0.0"}, "a version outside the supported range"),
             ({"onnxruntime": None, "onnxruntime-gpu": "1.25.0"}, "a version outside the supported range"),
+            ({"cuda-bindings": "12.8.0"}, "a version outside the supported range"),
         ],
     )
     def test_a_bad_combination_is_found(self, packages: dict[str, str | None], name: str) -> None:
@@ -161,13 +170,39 @@ class TestWhatWorks:
     def test_backends_and_precisions(self) -> None:
         found = {(run.backend, run.precision): run for run in runs(facts({"torch": None}))}
         assert [key for key, run in found.items() if run.works] == [("ort", name) for name in ("float32", "float16", "int8", "int4")]
+        assert found["ort", "bfloat16"].reason == "ort does not compute it"
         assert found["eager", "bfloat16"].reason == "torch is not installed: pip install 'domino-deploy[export]'"
         assert found["eager", "int4"].reason == "eager does not compute it"
         assert len(found) == len(Dtype) * len(Backend)
 
+    def test_tensorrt_needs_its_packages_and_a_gpu(self) -> None:
+        machine = dataclasses.replace(MACHINE, gpus=(Gpu(name="H200", driver="580.95.05", memory_bytes=2**37, compute_capability="9.0"),))
+        install = "pip install 'domino-deploy[tensorrt]'"
+        for found, reason in (
+            (facts(), "no GPU that nvidia-smi shows"),
+            (facts(machine=machine), ""),
+            (facts({"tensorrt": "10.15.1", "tensorrt-rtx": None}, machine=machine), ""),
+            (facts({"tensorrt-rtx": None}, machine=machine), f"tensorrt or tensorrt-rtx is not installed: {install}"),
+            (facts({"cuda-bindings": None}), f"cuda-bindings is not installed: {install}"),
+        ):
+            reasons = {run.precision: run.reason for run in runs(found) if run.backend == "tensorrt"}
+            assert {reasons.pop(name) for name in ("int8", "int4")} == {"tensorrt does not compute it"}
+            assert set(reasons.values()) == {reason}
+
+    def test_engines_are_built_with_either_product_and_without_a_gpu(self) -> None:
+        for packages, missing in (
+            ({}, ()),
+            ({"tensorrt": "10.15.1", "tensorrt-rtx": None}, ()),
+            ({"tensorrt-rtx": None, "cuda-bindings": None}, ("tensorrt or tensorrt-rtx",)),
+            ({"onnx": None}, ("onnx",)),
+        ):
+            (command,) = (command for command in commands(facts(packages)) if command.name == "build-engine")
+            assert command.missing == missing
+            assert command.install == ("pip install 'domino-deploy[tensorrt-rtx]'" if missing else "")
+
     def test_every_command_and_backend_of_the_project_is_judged(self) -> None:
         assert COMMAND_NEEDS.keys() == COMMANDS.keys()
-        assert BACKENDS.keys() == {backend.value for backend in Backend}
+        assert {run.backend for run in runs(facts())} == set(Backend)
 
     def test_an_extra_brings_the_packages_that_are_said_to_come_with_it(self) -> None:
         extras = PROJECT["optional-dependencies"]
@@ -179,7 +214,9 @@ class TestWhatWorks:
             return own | (brought("export") if "domino-deploy" in own else set())
 
         for command, (extra, packages) in COMMAND_NEEDS.items():
-            assert set(packages) <= brought(extra), command
+            assert all(brought(extra) & set(package.split(" or ")) for package in packages), command
+        for needs in BACKENDS.values():
+            assert needs.package in brought(needs.install.removeprefix("domino-deploy").strip("[]"))
         core = {name for needed in (judging._SERVING, *judging._CORE_NEEDS.values()) for name in needed}
         assert core <= brought("")
 
@@ -222,13 +259,14 @@ class TestCollecting:
         monkeypatch.setattr(doctor_facts.subprocess, "run", run)
         assert doctor_facts.collect().machine.gpus == ()
 
-    def test_versions_are_those_of_this_environment(self) -> None:
+    def test_versions_are_those_of_this_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import numpy
         import onnxruntime
 
+        monkeypatch.setattr(doctor_facts, "PACKAGES", (*PACKAGES, "no-such-package"))
         found = doctor_facts.collect()
         assert (found.packages["numpy"], found.packages["onnxruntime"]) == (numpy.__version__, onnxruntime.__version__)
-        assert found.packages["tensorrt-rtx"] is None
+        assert found.packages["no-such-package"] is None
         assert any(line.startswith("onnxruntime") for line in found.requirements)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +100,51 @@ class TestRanking:
         for name in ("nowhere.txt", "binary.txt", "empty", "x" * 300):
             with pytest.raises(RequestError, match=name):
                 ranked(tmp_path / name, 1)
+
+
+class TestFiles:
+    """What no text file is, and texts that would not fit into memory."""
+
+    READERS = (lambda file: ranked(file, 1), lambda file: read_draft_vocab(file, VOCAB))
+
+    @pytest.mark.parametrize("read", READERS, ids=["text", "list"])
+    def test_what_is_no_regular_file_is_refused_and_not_waited_for(self, read: Callable[[Path], object], tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe.txt")
+        writer = os.open(tmp_path / "pipe.txt", os.O_RDWR)  # with one that is open, a reader does not wait for ever
+        os.write(writer, b"[1]\n")
+        try:
+            for file in (tmp_path / "pipe.txt", Path(os.devnull)):
+                with pytest.raises(RequestError, match=rf"{file}: expected a regular file, found something else\. Write"):
+                    read(file)
+        finally:
+            os.close(writer)
+
+    def test_a_pipe_in_a_work_folder_is_refused(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "responses-0.jsonl")
+        os.close(os.open(tmp_path / "responses-0.jsonl", os.O_RDWR))
+        with pytest.raises(RequestError, match=r"responses-0\.jsonl: expected a regular file"):
+            ranked(tmp_path, 1)
+
+    @pytest.mark.parametrize("read", READERS, ids=["text", "list"])
+    def test_a_line_without_an_end_is_not_read_into_memory(self, read: Callable[[Path], object], tmp_path: Path) -> None:
+        file = written(tmp_path, "text.txt", "a")
+        os.truncate(file, 2**34)  # zeros that take no room on the disk
+        tracemalloc.start()
+        try:
+            with pytest.raises(RequestError, match=r"text\.txt: expected lines of at most 16777216 characters, found .* line 2\. Break"):
+                read(file)
+            assert tracemalloc.get_traced_memory()[1] < 2**28
+        finally:
+            tracemalloc.stop()
+
+    def test_the_longest_line_is_still_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("domino_deploy.exporters.draft_vocab._LONGEST_LINE", 5)
+        assert ranked(written(tmp_path, "text.txt", "aaab", "cc"), 2) == [10, 12]
+        with pytest.raises(RequestError, match="line 2"):
+            ranked(written(tmp_path, "text.txt", "cc", "aaaab"), 2)
+        assert read_draft_vocab(written(tmp_path, "ids.json", "[1", "]"), VOCAB) == [1]
+        with pytest.raises(RequestError, match="at most 5 characters, found more"):
+            read_draft_vocab(written(tmp_path, "ids.json", "[1", ",2]"), VOCAB)
 
 
 class TestReading:

@@ -14,8 +14,9 @@ import pytest
 
 from domino_deploy.bundle import APART_GRAPHS, MANIFEST, Bundle, open_bundle
 from domino_deploy.errors import BundleError, ExportError
-from domino_deploy.exporters.export import ExportOptions, export_bundle
+from domino_deploy.exporters.export import export_bundle
 from domino_deploy.exporters.lm_head import backbone_trunk, target_trunk
+from domino_deploy.exporters.options import ExportOptions
 from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.backends import ort
 from domino_deploy.signature import backbone_trunk_signature, target_trunk_signature

@@ -94,10 +94,11 @@ def test_bfloat16_writes_no_weights_and_runs_on_the_eager_backend_alone(bundles:
         assert len(text_of(session, "The quick")) == 24
 
 
+@pytest.mark.parametrize("backend", [Backend.EAGER, Backend.TENSORRT])
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_the_eager_backend_refuses_quantised_weights_with_alternatives(name: str, bundles: dict[str, Bundle]) -> None:
-    with pytest.raises(RequestError, match=rf"found {name}.*--backend ort"):
-        Session.open(bundles[name].path, backend=Backend.EAGER)
+def test_other_backends_refuse_quantised_weights_with_alternatives(name: str, backend: Backend, bundles: dict[str, Bundle]) -> None:
+    with pytest.raises(RequestError, match=rf"the backend {backend} runs \(float32, float16, bfloat16\), found {name}.*--backend ort"):
+        Session.open(bundles[name].path, backend=backend)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -239,6 +240,15 @@ def test_a_chat_template_that_is_not_utf8_is_a_damaged_bundle(tiny_bundle, tmp_p
     size = (folder / CHAT_TEMPLATE).stat().st_size
     (folder / CHAT_TEMPLATE).write_bytes(b"\xff" * size)
     with pytest.raises(BundleError, match=r"chat_template\.jinja: expected text in UTF-8"):
+        Session.open(folder)
+
+
+def test_a_tokenizer_with_a_token_that_the_target_has_no_row_for_is_refused(tiny_bundle, tmp_path):
+    folder = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    text = (folder / TOKENIZER).read_text(encoding="utf-8")
+    assert max(Tokenizer(folder / TOKENIZER).ids().values()) == VOCAB - 1, "the largest that fits, which every other test opens"
+    (folder / TOKENIZER).write_text(re.sub(rf": {VOCAB - 2}(?=\s)", f": {VOCAB}", text), encoding="utf-8")  # of the same size
+    with pytest.raises(BundleError, match=rf"tokenizer\.json: expected token ids below {VOCAB}.*found {VOCAB} \('.*Export the bundle"):
         Session.open(folder)
 
 

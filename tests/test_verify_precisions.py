@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from onnx import numpy_helper
 
-from domino_deploy.bundle import Bundle, open_bundle
+from domino_deploy.bundle import APART_GRAPHS, Bundle, open_bundle
 from domino_deploy.cli import main
 from domino_deploy.errors import RequestError
 from domino_deploy.exporters import verify_generation, verify_layers
@@ -22,11 +22,13 @@ from domino_deploy.exporters.export import export_bundle
 from domino_deploy.exporters.options import ExportOptions
 from domino_deploy.exporters.stored import load_stored
 from domino_deploy.exporters.verify import VerificationReport, compare, verify_bundle
+from domino_deploy.exporters.verify_records import VerificationLine
 from domino_deploy.exporters.verify_reference import Reference
 from domino_deploy.exporters.verify_tolerances import TOLERANCES, Tolerance, Tolerances
 from domino_deploy.model.target import TargetModel
 from domino_deploy.precision import Dtype, Precision
-from domino_deploy.runtime.protocols import Step
+from domino_deploy.runtime.backends.ort import OrtTarget
+from domino_deploy.runtime.protocols import Step, TargetRows
 from domino_deploy.safetensors_header import read_header
 from domino_deploy.signature import FEATURES
 
@@ -135,6 +137,48 @@ class TestNearTies:
             assert line.passed is passes
             assert line.compared == 4
 
+    @pytest.mark.parametrize(
+        ("outputs", "rtol", "bound"),
+        [
+            (("logits",), 0.3, 0.5),  # twice the error found
+            (("logits", "base_logits"), 0.4, 1.25),  # errors add up
+            (("logits", "base_logits"), 0.05, 0.2),  # never more than the output's own bound
+        ],
+    )
+    def test_a_near_tie_follows_the_error_that_was_found(self, outputs: tuple[str, ...], rtol: float, bound: float) -> None:
+        found = (("logits", 0.125), ("logits", 0.25), ("base_logits", 0.375), ("hidden", 9.0), ("logits top-1", 8.0))
+        lines = [
+            VerificationLine(graph="target", name=name, case="1 row", max_abs_error=error, mean_abs_error=0.0, bound=10.0)
+            for name, error in found
+        ]
+        tolerance = verify_generation.near_tie(Tolerance(rtol=rtol, min_cosine=0.9), lines, *outputs)
+        assert tolerance.bound(4.0) == pytest.approx(bound)
+
+    @pytest.mark.slow
+    def test_a_gap_within_the_logits_bound_and_beyond_their_error_is_found(
+        self, narrow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A backend that takes another token than the graph's best, of a logit that int8's bound would let pass."""
+        wanted, forward = 0.7, OrtTarget.forward
+
+        def mistaken(self: OrtTarget, token_ids: Sequence[int], num_logits: int) -> TargetRows:
+            rows = forward(self, token_ids, num_logits)
+            logits = rows.logits.copy()
+            if num_logits == 1:  # of the prompt's last token
+                gaps = logits[0].max() - logits[0]
+                logits[0, np.abs(gaps - wanted).argmin()] += gaps.max() + 1
+            return dataclasses.replace(rows, logits=logits)
+
+        monkeypatch.setattr(OrtTarget, "forward", mistaken)
+        report = verify_bundle(narrow("int8"))
+        logits = [line for line in report.lines if line.name == "logits"]
+        error, scale = max(line.max_abs_error for line in logits), min(line.scale for line in logits if line.scale is not None)
+        failed = [line for line in report.lines if not line.passed]
+        assert {(line.graph, line.name) for line in failed} == {("generation", "tokens")}
+        for line in failed:
+            assert line.bound == pytest.approx(2 * error)
+            assert line.bound < line.max_abs_error < TOLERANCES[Dtype.INT8].rtol * scale
+
     def test_float32_allows_not_even_a_near_tie(self, tiny_bundle: Path, tmp_path: Path) -> None:
         """A bias of half a bound makes the graph's choice another one wherever two logits are that close."""
         bundle = open_bundle(tiny_bundle)
@@ -169,11 +213,13 @@ def _with_swapped_best_two(bundle: Bundle, reference: Reference, folder: Path) -
     model.graph.initializer.append(numpy_helper.from_array(bias, "bias"))
     model.graph.node.append(onnx.helper.make_node("Add", ["logits.unbiased", "bias"], ["logits"]))
     (copy / "target.onnx").write_bytes(model.SerializeToString())
-    files = dict(bundle.manifest.files)
+    # Without the graphs of the LM head apart, which sessions prefer.
+    graphs = {name: graph for name, graph in bundle.manifest.graphs.items() if name not in APART_GRAPHS}
+    files = {name: entry for name, entry in bundle.manifest.files.items() if name not in APART_GRAPHS.values()}
     files["target.onnx"] = dataclasses.replace(files["target.onnx"], bytes=(copy / "target.onnx").stat().st_size)
     from domino_deploy.bundle import write_manifest
 
-    write_manifest(copy, dataclasses.replace(bundle.manifest, files=files))
+    write_manifest(copy, dataclasses.replace(bundle.manifest, graphs=graphs, files=files))
     return open_bundle(copy)
 
 

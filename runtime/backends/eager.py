@@ -28,19 +28,18 @@ def open_pair(
     """Target and drafter of a bundle in its floating type, from its `target/` and `drafter/` checkpoints.
 
     Args:
-        bundle: an opened bundle.
+        bundle: an opened bundle in a precision that this backend runs (`domino_deploy.backends`).
         capacity: tokens of the longest sequence.
         threads: of the whole process, since PyTorch knows no others; None leaves them as they are.
         with_drafter: False leaves the drafter's weights unread.
 
     Raises:
-        RequestError: the bundle's weights are quantised, or its drafter has a vocabulary of its own.
+        RequestError: the bundle's drafter has a vocabulary of its own.
     """
-    if bundle.precision.is_quantised or bundle.form.draft_vocab_size is not None:
-        found = bundle.precision.name + ("" if bundle.form.draft_vocab_size is None else " with a draft vocabulary")
+    if bundle.form.draft_vocab_size is not None:
         raise RequestError(
-            f"{bundle.path}: expected float32, float16 or bfloat16 weights and the whole vocabulary for the backend eager, found {found}. "
-            "Run it with --backend ort, or export the pair again with another --dtype."
+            f"{bundle.path}: expected the whole vocabulary for the backend eager, found a draft vocabulary of "
+            f"{bundle.form.draft_vocab_size} tokens. Run it with --backend ort, or export the pair again without --draft-vocab."
         )
     if threads is not None:
         torch.set_num_threads(threads)

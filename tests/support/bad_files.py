@@ -218,8 +218,9 @@ def _paths() -> Iterator[Bad]:
         yield Bad(f"path/shard {name!a}", "target", _named(name), ("plain file name", repr(name)), base="sharded")
     for name in ("n" * 256, "n" * 5000, "é" * 200):
         yield Bad(f"path/shard of {len(name)} letters {name[0]}", "target", _named(name), ("file name", name[:50]), base="sharded")
-    yield Bad("path/shard that is the config", "target", _named(CONFIG), (f"target/{CONFIG}", "expected a header of"), base="sharded")
-    yield Bad("path/shard that is the index", "drafter", rewritten(INDEX, _itself), (INDEX, "expected a header of"), base="sharded")
+    foreign = (INDEX, "names of .safetensors files")
+    yield Bad("path/shard that is the config", "target", _named(CONFIG), (*foreign, CONFIG), base="sharded")
+    yield Bad("path/shard that is the index", "drafter", rewritten(INDEX, _itself), foreign, base="sharded")
     for file, base in ((CONFIG, "plain"), (WEIGHTS, "plain"), (INDEX, "sharded"), (SHARD, "sharded")):
         link = (f"target/{file}", "found a link to")
         yield Bad(f"path/{file} a link outside", "target", _linked(file, _moved), link, base=base)
@@ -303,8 +304,8 @@ def _huge() -> Iterator[Bad]:
     yield Bad("huge/header of 250000 empty tensors", "drafter", valid, ("missing: fc.weight", "surplus: 0 ", "more"))
     ghosts = _text(INDEX, b'{"weight_map":{', lambda number: b'"%d":"%s"' % (number, SHARD.encode()), 300_000, b"}}")
     yield Bad("huge/index of 300000 tensors", "target", ghosts, (INDEX, f"0 is not in {SHARD}", "more"), base="sharded")
-    shards = _text(INDEX, b'{"weight_map":{', lambda number: b'"%d":"%d"' % (number, number), 500_000, b"}}")
-    yield Bad("huge/index of a million shards", "target", shards, ("target/0", "no such file"), base="sharded")
+    shards = _text(INDEX, b'{"weight_map":{', lambda number: b'"%d":"%d.safetensors"' % (number, number), 500_000, b"}}")
+    yield Bad("huge/index of a million shards", "target", shards, ("target/0.safetensors", "no such file"), base="sharded")
 
 
 FILES: tuple[Bad, ...] = (*_truncated(), *_lying(), *_mistyped(), *_paths(), *_huge())

@@ -42,9 +42,12 @@ def run(file: Path, inputs: Mapping[str, NDArray[Any]]) -> Arrays:
     for function in [body(model.opset_imports[""]) for body in bodies]:
         model.functions[function.identifier()] = function
     model.opset_imports[op.DOMAIN] = op.DOMAIN_OPSET
-    with_bodies = file.with_name(f"with-bodies-{file.name}")
-    ir.save(model, with_bodies)
-    session = onnxruntime.InferenceSession(with_bodies, providers=["CPUExecutionProvider"])
+    with_bodies = file.with_name(f"with-bodies-{file.name}")  # its weights are named by where it lies
+    try:
+        ir.save(model, with_bodies)
+        session = onnxruntime.InferenceSession(with_bodies, providers=["CPUExecutionProvider"])
+    finally:
+        with_bodies.unlink(missing_ok=True)
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
