@@ -33,7 +33,8 @@ def engine_signatures(
     sizes = {"capacity": capacity, "draft_capacity": capacity + drafter.block_size, "proposals": num_speculative_tokens}
     target_graph = target_signature(target, drafter.feature_size, form)
     at_logits = [spec.name for spec in target_graph.outputs].index(LOGITS) + 1
-    greedy = TensorSpec(name=GREEDY_IDS, dtype="int64", shape=("batch", "logit_rows"), meaning="their argmax, the lowest id of equals")
+    meaning = "their argmax, the lowest id of equals; -1 for NaN, +inf, or nothing but -inf"
+    greedy = TensorSpec(name=GREEDY_IDS, dtype="int64", shape=("batch", "logit_rows"), meaning=meaning)
     outputs = (*target_graph.outputs[:at_logits], greedy, *target_graph.outputs[at_logits:])
     backbone = backbone_signature(drafter, form)
     proposed = tuple(

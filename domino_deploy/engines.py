@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from domino_deploy import bundle as bundles
 from domino_deploy.bundle import Bundle
@@ -33,6 +33,8 @@ FILES = {name: f"{name}.engine" for name in bundles.GRAPHS}
 VERIFY_PROFILE, PREFILL_PROFILE = 0, 1
 DRAFT_PROFILE, FIRST_DRAFT_PROFILE = 0, 1
 
+# Of what runs as code, a folder holds the files themselves.
+_A_LINK = "expected a file, found a link"
 _MAX_MANIFEST_BYTES = 8 * 2**20
 BUILD_AGAIN = "Build the engines again: domino-deploy build-engine."
 
@@ -142,7 +144,7 @@ class EngineManifest:
         max_model_len: tokens of the longest sequence, prompt and answer.
         prefill_rows: tokens of a prefill pass at most.
         workspace: bytes that a layer may use while it runs.
-        has_weights: False when the weights were stripped: before it runs, an engine is refitted from the graph of its name beside it.
+        has_weights: False when the weights were stripped: before it runs, an engine is refitted (`EngineSet.weights_graph`).
         built: date, UTC.
         build_seconds: for all engines together.
     """
@@ -181,6 +183,10 @@ class EngineSet:
         """The engine of "target", "backbone" or "head"."""
         return self.path / self.manifest.graphs[graph].file
 
+    def weights_graph(self, graph: str) -> Path | None:
+        """What a stripped engine is refitted from, its weights by names relative to the bundle; None for one with weights."""
+        return None if self.manifest.has_weights else self.path / bundles.GRAPHS[graph]
+
     def form(self, bundle: Bundle) -> GraphForm:
         """The bundle's, with the type that the engines compute in."""
         return dataclasses.replace(bundle.form, dtype=self.manifest.dtype)
@@ -204,26 +210,50 @@ def open_engine_set(folder: Path, *, check_hashes: bool = False) -> EngineSet:
         check_hashes: also compare every engine's sha256.
 
     Raises:
-        EngineError: no engine folder, another format version, or engines missing or altered.
+        EngineError: no engine folder, another format version, or files missing, altered, or outside of the folder.
     """
     manifest = _read_manifest(folder)
     problems = [f"graphs.{name}: missing" for name in FILES if name not in manifest.graphs]
     for name, graph in manifest.graphs.items():
-        file = folder / graph.file
         if graph.file != FILES.get(name):
             problems.append(f"graphs.{name}: expected {FILES.get(name, 'no such graph')}, found {graph.file!r:.80}")
-        elif not file.is_file():
-            problems.append(f"{graph.file}: missing")
-        elif file.stat().st_size != graph.bytes:
-            problems.append(f"{graph.file}: altered: expected {graph.bytes} bytes, found {file.stat().st_size}")
-        elif check_hashes and (found := file_sha256(file)) != graph.sha256:
-            problems.append(f"{graph.file}: altered: expected sha256 {graph.sha256}, found {found}")
-    library = manifest.plugin.library
-    if library is not None and Path(library).name != library:
-        problems.append(f"plugin.library: expected the name of a file beside the engines, found {library!r:.80}")
+        elif problem := _problem_with_engine(folder / graph.file, graph, check_hashes):
+            problems.append(f"{graph.file}: {problem}")
+    if problem := _problem_with_library(folder, manifest.plugin):
+        problems.append(f"plugin.library: {problem}")
+    if not manifest.has_weights:
+        absent = [name for name in bundles.GRAPHS.values() if not (folder / name).is_file()]
+        problems.extend(f"{name}: missing, and needed to refit stripped engines" for name in absent)
     if problems:
         raise EngineError(listed(f"{folder}: {len(problems)} problem(s) with the engines", problems, BUILD_AGAIN))
     return EngineSet(path=folder, manifest=manifest)
+
+
+def _problem_with_engine(file: Path, graph: EngineGraph, check_hash: bool) -> str | None:
+    if file.is_symlink():
+        return _A_LINK
+    if not file.is_file():
+        return "missing"
+    size = file.stat().st_size
+    if size != graph.bytes:
+        return f"altered: expected {graph.bytes} bytes, found {size}"
+    if check_hash and (found := file_sha256(file)) != graph.sha256:
+        return f"altered: expected sha256 {graph.sha256}, found {found}"
+    return None
+
+
+def _problem_with_library(folder: Path, plugin: Plugin) -> str | None:
+    """Whether it is there at all is a question of the machine (`engine_choice`)."""
+    name = plugin.library
+    if (plugin.form is PluginForm.CPP) != (name is not None):
+        return f"expected for the form {PluginForm.CPP} and for no other, found {name!r:.80} for {plugin.form}"
+    if name is None:
+        return None
+    # On any system: "a\\b" is in another folder on Windows alone.
+    is_bare = name.isprintable() and name not in ("", "..") and PurePosixPath(name).name == PureWindowsPath(name).name == name
+    if not is_bare:
+        return f"expected the name of a file beside the engines, found {name!r:.80}"
+    return _A_LINK if (folder / name).is_symlink() else None
 
 
 def _read_manifest(folder: Path) -> EngineManifest:

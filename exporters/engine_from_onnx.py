@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -88,7 +87,8 @@ def build_engines(
                 calibration = calibrate(source, options.calibration_text or built_in_text(bundle_tokenizer(bundle)), progress=progress)
             graphs, version = _build_all(source, settings, calibration, folder, progress)
             if settings.is_stripped:
-                _keep_graphs(bundle, settings.output, work, folder)
+                for file in GRAPHS.values():  # their weights' names are relative to the bundle
+                    (work / file).rename(folder / file)
             shutil.rmtree(work)
             if settings.plugin_library is not None:  # engines with a plugin cannot be opened without it
                 shutil.copyfile(settings.plugin_library, folder / settings.plugin_library.name)
@@ -216,14 +216,6 @@ def check_built(graph: str, built: BuiltEngine, signature: GraphSignature) -> No
 def _expected(spec: TensorSpec) -> BuiltTensor:
     shape = tuple(size if isinstance(size, int) else -1 for size in spec.shape)
     return BuiltTensor(name=spec.name, dtype=_TENSORRT_TYPES.get(spec.dtype, spec.dtype), shape=shape)
-
-
-def _keep_graphs(bundle: Bundle, output: Path, work: Path, folder: Path) -> None:
-    """Leave beside stripped engines the graphs that they are refitted from, and links to the bundle's weights."""
-    for file in GRAPHS.values():
-        (work / file).rename(folder / file)
-    for weights in (TARGET_FOLDER, DRAFTER_FOLDER):
-        (folder / weights).symlink_to(os.path.relpath(bundle.path.absolute() / weights, output), target_is_directory=True)
 
 
 def _engine_graph(file: Path, built: BuiltEngine, signature: GraphSignature, profiles: tuple[Profile, ...]) -> EngineGraph:

@@ -72,11 +72,19 @@ def leave_softmax_to_tensorrt(model: ir.Model) -> None:
 
 
 def add_greedy_ids(model: ir.Model, signature: GraphSignature) -> None:
-    """Afterwards: the target has the argmax of its logits as an output as well, so that greedy decoding copies no logits."""
+    """Afterwards: the target has the argmax of its logits as an output as well, so that greedy decoding copies no logits.
+
+    A row that is no basis for a choice (NaN, +inf, or nothing but -inf) has -1 there, where the argmax would be some token.
+    """
     names = [spec.name for spec in signature.outputs]
     tape = Tape(model.graph)
     logits = model.graph.outputs[names.index(LOGITS)]
-    greedy = tape.op("ArgMax", [logits], {"axis": -1, "keepdims": 0})
+    last, none = tape.op("Constant", [], {"value_ints": [-1]}), tape.op("Constant", [], {"value_int": -1})
+    # A sum of magnitudes is NaN only if one of them is; a plain sum of finite logits could be, by way of inf - inf.
+    has_nan = tape.op("IsNaN", [tape.op("ReduceL1", [logits, last], {"keepdims": 0})])
+    has_no_best = tape.op("IsInf", [tape.op("ReduceMax", [logits, last], {"keepdims": 0})])
+    best = tape.op("ArgMax", [logits], {"axis": -1, "keepdims": 0})
+    greedy = tape.op("Where", [tape.op("Or", [has_nan, has_no_best]), none, best])
     _describe(greedy, signature.outputs[names.index(GREEDY_IDS)])
     model.graph.outputs.insert(names.index(GREEDY_IDS), greedy)
 

@@ -46,7 +46,7 @@ class EngineOptions:
         workspace: bytes that a layer may use while it runs.
         opt_level: 0 (fast to build) to 5 (fast to run).
         plugin: "auto", a `PluginForm`, or the path of a compiled plugin library.
-        is_stripped: leave the weights out: engines are refitted, before they run, from graphs that lie beside them.
+        is_stripped: leave the weights out: engines take them from the bundle when they are opened, by graphs that lie beside them.
         timing_cache: file; None for one in the user's cache folder. TensorRT alone measures while it builds.
     """
 

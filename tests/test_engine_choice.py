@@ -36,9 +36,9 @@ def refusal(bundle: Bundle, host: Host = HOST, **wanted) -> str:
 def test_what_is_written_is_read(bundle) -> None:
     calibration = Calibration(source="built-in", sha256="0" * 64, tokens=4096, products={"target.w": ProductRange(input=2.5, weight=0.5)})
     plugin = Plugin(form=PluginForm.CPP, name=op.NAME, version=op.VERSION, library="libdomino.so", sha256="1" * 64)
-    folder = write_engines(bundle, "one", calibration=calibration, plugin=plugin, has_weights=False)
+    folder = write_engines(bundle, "one", calibration=calibration, plugin=plugin, refittable=True)
     manifest = open_engine_set(folder, check_hashes=True).manifest
-    assert (manifest.calibration, manifest.plugin, manifest.has_weights) == (calibration, plugin, False)
+    assert (manifest.calibration, manifest.plugin, manifest.refittable) == (calibration, plugin, True)
     assert manifest.graphs["target"].profiles[0].shapes["input_ids"].max == (2, 5)
     assert manifest.graphs["head"].inputs[1].shape == ("batch", 4, 32)
 
@@ -97,10 +97,64 @@ def test_another_plugin_library_of_the_same_name_is_refused(bundle) -> None:
     assert open_engines(bundle, HOST).path == new
 
 
-@pytest.mark.parametrize("library", ["../libdomino.so", "/tmp/libdomino.so"])
+def with_library(library: str | None, form: PluginForm = PluginForm.CPP) -> Plugin:
+    return Plugin(form=form, name=op.NAME, version=op.VERSION, library=library, sha256=sha256(b"code").hexdigest())
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        "../libdomino.so",
+        "/tmp/libdomino.so",
+        "~/libdomino.so/..",
+        "sub/libdomino.so",
+        "./libdomino.so",
+        "libdomino.so/",
+        "..\\libdomino.so",
+        "C:libdomino.so",
+        "\\\\host\\share\\libdomino.so",
+        "libdomino.so\0.txt",
+        "libdomino.so\n",
+        "..",
+        ".",
+        "",
+    ],
+)
 def test_a_plugin_library_outside_the_folder_is_refused(bundle, library: str) -> None:
-    write_engines(bundle, "one", plugin=Plugin(form=PluginForm.CPP, name=op.NAME, version=op.VERSION, library=library, sha256="ab"))
+    """On any system, whichever the engines were built on."""
+    write_engines(bundle, "one", plugin=with_library(library))
     assert "plugin.library: expected the name of a file beside the engines" in refusal(bundle)
+
+
+def test_links_to_other_files_are_refused(bundle, tmp_path) -> None:
+    """Of what runs as code, a folder holds the files themselves."""
+    folder = write_engines(bundle, "one", plugin=with_library("libdomino.so"))
+    for name, content in (("libdomino.so", b"code"), ("head.engine", (folder / "head.engine").read_bytes())):
+        (tmp_path / name).write_bytes(content)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / name)
+    message = refusal(bundle)
+    assert "plugin.library: expected a file, found a link" in message
+    assert "head.engine: expected a file, found a link" in message
+
+
+@pytest.mark.parametrize("plugin", [with_library(None), with_library("libdomino.so", PluginForm.V3)])
+def test_a_library_belongs_to_the_compiled_form_and_to_no_other(bundle, plugin: Plugin) -> None:
+    write_engines(bundle, "one", plugin=plugin)
+    assert f"plugin.library: expected for the form cpp and for no other, found {plugin.library!r} for {plugin.form}" in refusal(bundle)
+
+
+def test_stripped_engines_need_their_graphs(bundle) -> None:
+    folder = write_engines(bundle, "one", has_weights=False)
+    (folder / "head.onnx").touch()
+    message = refusal(bundle)
+    assert "target.onnx: missing, and needed to refit stripped engines" in message
+    assert "head.onnx" not in message
+    for graph in ("target", "backbone"):
+        (folder / f"{graph}.onnx").touch()
+    found = open_engines(bundle, HOST)
+    assert found.weights_graph("head") == folder / "head.onnx"
+    assert open_engine_set(write_engines(bundle, "whole")).weights_graph("head") is None
 
 
 def test_engines_for_all_gpus_of_a_product_fit_each(bundle) -> None:

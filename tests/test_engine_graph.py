@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from onnx_ir.passes.common import ShapeInferencePass
 
 from domino_deploy.bundle import GRAPHS, Bundle, open_bundle
 from domino_deploy.engines import PluginForm
 from domino_deploy.errors import ExportError
-from domino_deploy.exporters.engine_graph import check_operators
+from domino_deploy.exporters.engine_graph import add_greedy_ids, check_operators
 from domino_deploy.exporters.export import export_bundle
 from domino_deploy.exporters.options import ExportOptions
 from domino_deploy.plugins import op
@@ -27,6 +28,8 @@ from domino_deploy.signature import (
     POSITION_IDS,
     UNCERTIFIED,
     WRITE_INDEX,
+    GraphSignature,
+    TensorSpec,
 )
 from tests.support.engine_copies import random_inputs, run, write_copies
 
@@ -167,6 +170,43 @@ def test_the_target_says_its_greedy_tokens(tiny_bundle, tmp_path) -> None:
     np.testing.assert_array_equal(found[GREEDY_IDS], expected[LOGITS].argmax(-1))
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+LARGEST = np.finfo(np.float32).max
+ROWS: dict[str, tuple[dict[int, float], int]] = {
+    "as they come": ({7: 50.0}, 7),
+    "the lowest id of equals": ({9: 50.0, 11: 50.0}, 9),
+    "a sum beyond float32": (dict.fromkeys(range(0, 150_000), LARGEST) | {0: 0.0}, 1),
+    "sums beyond float32 both ways": ({index: LARGEST if index % 1000 < 500 else -LARGEST for index in range(1, 150_000)}, 1),
+    "all but one -inf": (dict.fromkeys(range(151_936), -np.inf) | {151_935: -1e4}, 151_935),
+    "NaN first": ({0: np.nan}, -1),
+    "NaN in between": ({77_777: np.nan, 5: 1e4}, -1),
+    "NaN last": ({151_935: np.nan}, -1),
+    "+inf": ({6: np.inf}, -1),
+    "+inf and -inf": ({6: np.inf, 8: -np.inf}, -1),
+    "NaN and -inf": (dict.fromkeys(range(151_936), -np.inf) | {8: np.nan}, -1),
+    "nothing but -inf": (dict.fromkeys(range(151_936), -np.inf), -1),
+}
+
+
+def test_a_greedy_token_is_none_where_logits_are_not_finite_and_only_there() -> None:
+    """With the vocabulary of Qwen3, whose sums are the longest."""
+    logits = np.random.default_rng(0).standard_normal((1, len(ROWS), 151_936)).astype(np.float32)
+    for row, (values, _) in zip(logits[0], ROWS.values(), strict=True):
+        row[list(values)] = list(values.values())
+    given = ir.val("given", ir.DataType.FLOAT, ["batch", "logit_rows", 151_936])
+    node = ir.node("Identity", [given], name="identity")
+    node.outputs[0].name, node.outputs[0].type = LOGITS, given.type
+    model = ir.Model(ir.Graph([given], list(node.outputs), nodes=[node], opset_imports={"": 24}), ir_version=10)
+    shape = ("batch", "logit_rows")
+    outputs = (
+        TensorSpec(name=LOGITS, dtype="float32", shape=(*shape, 151_936), meaning=""),
+        TensorSpec(name=GREEDY_IDS, dtype="int64", shape=shape, meaning=""),
+    )
+    add_greedy_ids(model, GraphSignature(inputs=(), outputs=outputs))
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run([GREEDY_IDS], {"given": logits})
+    assert dict(zip(ROWS, found[0].tolist(), strict=True)) == {name: token for name, (_, token) in ROWS.items()}
 
 
 @pytest.mark.parametrize("graph", ["target", "backbone"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from domino_deploy import tensorrt_libraries
-from domino_deploy.bundle import Bundle
+from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.engines import Flavour
 from domino_deploy.errors import CapacityError, EngineError, VerificationError
 from domino_deploy.precision import Dtype, Precision
@@ -292,6 +293,27 @@ def test_all_runtimes_have_one_logger(device: Device, domino: Bundle) -> None:
     device.pair(domino)
     assert len(device.tensorrt.loggers) == 6
     assert len(set(map(id, device.tensorrt.loggers))) == 1
+
+
+def test_engines_are_mapped_while_they_are_read_and_no_longer(device: Device, domino: Bundle) -> None:
+    """A copy of a file as large as the weights would stand in memory beside the engine."""
+    device.pair(domino)
+    assert len(device.tensorrt.contents) == 3
+    assert all(isinstance(content, mmap) and content.closed for content in device.tensorrt.contents)
+
+
+def test_stripped_engines_take_the_bundles_weights_wherever_it_lies(
+    device: Device, domino: Bundle, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = counted(run(*device.pair(domino), prompt_of(20)))
+    assert device.tensorrt.refitted == []
+    made = with_engines(tiny_bundle, tmp_path / "made", max_model_len=CAPACITY, prefill_rows=PREFILL_ROWS, is_stripped=True)
+    moved = open_bundle(made.path.rename(tmp_path / "moved"))
+    assert counted(run(*device.pair(moved), prompt_of(20))) == expected
+    assert device.tensorrt.refitted == [moved.path / graph for graph in ("target.onnx", "backbone.onnx", "head.onnx")]
+    monkeypatch.chdir(tmp_path)
+    device.pair(open_bundle(Path("moved")))
+    assert device.tensorrt.refitted[3:] == device.tensorrt.refitted[:3]
 
 
 def test_prompts_are_read_in_prefill_passes_and_their_features_as_they_come(device: Device, domino: Bundle) -> None:

@@ -33,7 +33,7 @@ from domino_deploy.tensorrt_libraries import Driver, Gpu
 from tests.support import tensorrt_stand_in
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_engines import with_engines
-from tests.support.fake_tensorrt import FakeEngine, FakeTensorRT
+from tests.support.fake_tensorrt import FakeEngine, FakeRefitter, FakeTensorRT
 
 GPU = Gpu(name="H200", compute_capability="9.0", memory_bytes=2**37)
 has_driver = tensorrt_libraries.driver() is not None
@@ -133,7 +133,7 @@ class TestEngines:
             (lambda content: content.update(flavour_version="10.15.0"), "built by tensorrt 10.15.0, here is 11.4.0"),
             (lambda content: content.update(flavour="tensorrt-rtx"), "built by tensorrt-rtx 11.4.0, which is not installed"),
             (lambda content: content.update(bundle_sha256="0" * 64), "stale"),
-            (lambda content: content.update(has_weights=False), "stripped"),
+            (lambda content: content.update(has_weights=False), "head.onnx: missing, and needed to refit stripped engines"),
         ],
     )
     def test_foreign_and_stale_ones_are_refused_by_name(self, machine, domino, tmp_path, change, found) -> None:
@@ -156,6 +156,37 @@ class TestEngines:
         [file] = (folder / ENGINES_FOLDER).glob("*/backbone.engine")
         file.write_bytes(b"x" * file.stat().st_size)
         assert "backbone.engine: expected an engine that TensorRT can read here" in refusal(EngineError, folder)
+
+    def test_one_without_content(self, machine, domino, tmp_path) -> None:
+        folder = changed(domino, tmp_path, lambda content: content["graphs"]["target"].update(bytes=0))
+        [file] = (folder / ENGINES_FOLDER).glob("*/target.engine")
+        file.write_bytes(b"")
+        assert "target.engine: expected a file that can be read, found: cannot mmap an empty file" in refusal(EngineError, folder)
+
+    def test_stripped_ones_whose_weights_cannot_be_had(self, machine, tiny_bundle, tmp_path, monkeypatch) -> None:
+        folder = with_engines(tiny_bundle, tmp_path / "bundle", is_stripped=True).path
+        machine.missing_weights = [f"layer.{index}" for index in range(11)]
+        text = refusal(EngineError, folder)
+        assert "target.engine: expected the weights of " in text
+        assert "layer.7: missing\n  - and 3 more" in text
+        machine.missing_weights = []
+        with monkeypatch.context() as change:
+            change.setattr(FakeRefitter, "refit_cuda_engine", lambda refitter: False)
+            assert "weights refused (see above)" in refusal(EngineError, folder)
+        [engines] = (folder / ENGINES_FOLDER).iterdir()
+        graph = (engines / "target.onnx").read_bytes()
+        (engines / "target.onnx").write_bytes(graph[:-100])
+        text = refusal(EngineError, folder)
+        assert "target.onnx to fit, found\n  - Error parsing message" in text  # in the parser's own words
+        assert "domino-deploy build-engine" in text
+        (engines / "target.onnx").unlink()
+        assert "target.onnx: missing, and needed to refit stripped engines" in refusal(EngineError, folder)
+
+    def test_stripped_ones_that_were_built_with_weights(self, machine, tiny_bundle, tmp_path) -> None:
+        folder = with_engines(tiny_bundle, tmp_path / "bundle", is_stripped=True).path
+        for file in (folder / ENGINES_FOLDER).glob("*/*.engine"):
+            file.write_text(file.read_text().replace('"has_weights": false', '"has_weights":  true'))
+        assert "target.engine: expected an engine that can be refitted, found one that cannot" in refusal(EngineError, folder)
 
     def test_one_that_is_not_what_its_manifest_says(self, machine, domino, tmp_path) -> None:
         def change(content: dict[str, Any]) -> None:
@@ -285,9 +316,15 @@ class TestStandIns:
             "for kind, names in ((trt.Runtime, 'deserialize_cuda_engine'), (trt.Logger, 'ERROR'),\n"
             "    (trt.ICudaEngine, 'num_io_tensors get_tensor_name get_tensor_dtype get_tensor_shape create_execution_context'),\n"
             "    (trt.ICudaEngine, 'get_tensor_location get_aliased_input_tensor device_memory_size_v2 create_runtime_config'),\n"
+            "    (trt.ICudaEngine, 'refittable'), (trt.Refitter, 'refit_cuda_engine get_missing_weights'), (trt.ParserError, 'desc'),\n"
+            "    (trt.OnnxParserRefitter, 'refit_from_bytes num_errors get_error'),\n"
             "    (trt.IExecutionContext, 'set_optimization_profile_async set_tensor_address set_input_shape execute_async_v3')):\n"
             "    for name in names.split():\n"
             "        assert hasattr(kind, name), (kind, name)\n"
+            "for kind, arguments in ((trt.Refitter, 'engine logger'), (trt.OnnxParserRefitter, 'refitter logger')):\n"
+            "    assert [word.split(':')[0] for word in kind.__init__.__doc__.split(', ')[1:]] == arguments.split(), kind\n"
+            "assert 'serialized_engine: typing_extensions.Buffer' in trt.Runtime.deserialize_cuda_engine.__doc__\n"
+            "assert 'model: typing_extensions.Buffer, path: str' in trt.OnnxParserRefitter.refit_from_bytes.__doc__\n"
             "for name in 'FLOAT HALF BF16 INT64 BOOL'.split():\n"
             "    assert getattr(trt.DataType, name).name == name\n"
             "assert trt.TensorLocation.DEVICE.name == 'DEVICE'\n"

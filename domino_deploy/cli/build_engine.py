@@ -64,7 +64,7 @@ class ByteSize(click.ParamType[int]):
 @click.option(
     "--plugin", default="auto", metavar="FORM", help="What computes the logit correction: auto, none, aot, v3, or a compiled library."
 )
-@click.option("--strip-weights", is_flag=True, help="Leave the weights out; engines must be refitted before they run.")
+@click.option("--strip-weights", is_flag=True, help="Leave the weights out; engines take them from the bundle when they are opened.")
 @click.option("--timing-cache", type=click.Path(path_type=Path), metavar="FILE", help="Of tensorrt.  [default: in the user's cache folder]")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Engine folder to make.  [default: below BUNDLE/engines]"

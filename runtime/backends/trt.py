@@ -23,7 +23,7 @@ from domino_deploy.engines import BUILD_AGAIN, EngineSet, PluginForm
 from domino_deploy.errors import EngineError, MissingDependencyError, RequestError
 from domino_deploy.runtime.backends.trt_cuda import Cuda
 from domino_deploy.runtime.backends.trt_draft import DraftPasses
-from domino_deploy.runtime.backends.trt_engine import Engine
+from domino_deploy.runtime.backends.trt_engine import Engine, Weights
 from domino_deploy.runtime.backends.trt_memory import Block, Layout, Stream
 from domino_deploy.runtime.backends.trt_pair import TrtDrafter, TrtTarget
 from domino_deploy.runtime.backends.trt_target import TargetPasses
@@ -59,8 +59,6 @@ def open_pair(
     gpu = libraries.require_gpu(next(iter(installed)))
     host = Host(flavours=installed, compute_capability=gpu.compute_capability)
     engines = open_engines(bundle, host, max_model_len=capacity)
-    if not engines.manifest.has_weights:
-        raise EngineError(f"{engines.path}: expected engines with weights, found stripped ones. Build them again without --strip-weights.")
     module = libraries.load(engines.manifest.flavour)
     _register_plugin(module, engines, gpu.compute_capability)
     return _load(module, engines, bundle, capacity, with_drafter=with_drafter)
@@ -120,7 +118,9 @@ def _load(
     )
 
     def engine(graph: str) -> Engine:
-        return Engine(module, engines.file(graph), manifest.graphs[graph], stream)
+        source = engines.weights_graph(graph)
+        weights = None if source is None else Weights(graph=source, folder=bundle.path.absolute())
+        return Engine(module, engines.file(graph), manifest.graphs[graph], stream, weights)
 
     longest = manifest.max_model_len if capacity is None else capacity
     target = TrtTarget(TargetPasses(engine("target"), manifest, results), results, longest)

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from domino_deploy.engines import BUILD_AGAIN, EngineGraph
-from domino_deploy.errors import CapacityError, DominoDeployError, EngineError, listed
+from domino_deploy.errors import CapacityError, DominoDeployError, EngineError, listed, shortened
 from domino_deploy.runtime.backends.trt_memory import Shape, Stream
 from domino_deploy.signature import updated
 
 # TensorRT's names of the dtypes in `signature.py`.
 _DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
+_MOST_PROBLEMS = 8
 
 
 @cache
 def _logger(module: ModuleType) -> Any:
     """One for all: TensorRT takes the first as the process's own, and goes on using it when what it was made for is gone."""
     return module.Logger(module.Logger.ERROR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What a stripped engine takes its weights from.
+
+    Args:
+        graph: that it was built from.
+        folder: where the graph's external weights are found by their relative names; an absolute path.
+    """
+
+    graph: Path
+    folder: Path
 
 
 class Engine:
@@ -32,24 +48,45 @@ class Engine:
         file: the engine.
         graph: what it is, by the manifest.
         stream: on which its contexts run.
+        weights: of a stripped engine; None for one that has them.
 
     Raises:
-        EngineError: TensorRT refuses it, or it has not the inputs and outputs of the manifest.
+        EngineError: TensorRT refuses it, it has not the inputs and outputs of the manifest, or it takes no weights.
         CapacityError: the device has too little memory.
     """
 
-    def __init__(self, module: ModuleType, file: Path, graph: EngineGraph, stream: Stream) -> None:
+    def __init__(self, module: ModuleType, file: Path, graph: EngineGraph, stream: Stream, weights: Weights | None = None) -> None:
         self.file = file
         self.stream = stream
         # A runtime must outlive its engines.
         self._runtime = module.Runtime(_logger(module))
-        self._engine = self._runtime.deserialize_cuda_engine(file.read_bytes())
+        with _mapped(file) as content:
+            self._engine = self._runtime.deserialize_cuda_engine(content)
         if self._engine is None:
             raise self._refusal("an engine that TensorRT can read here", graph.bytes)
         problems = list(_differences(self._engine, graph))
         if problems:
             raise EngineError(listed(f"{file}: the engine is not the one that its manifest describes", problems, BUILD_AGAIN))
+        if weights is not None:
+            self._refit(module, weights)
         self._fixed_shapes = _fixed_shapes_config(module, self._engine)
+
+    def _refit(self, module: ModuleType, weights: Weights) -> None:
+        if not self._engine.refittable:
+            raise EngineError(f"{self.file}: expected an engine that can be refitted, found one that cannot. {BUILD_AGAIN}")
+        refitter = module.Refitter(self._engine, _logger(module))
+        parser = module.OnnxParserRefitter(refitter, _logger(module))  # holds the weights until they are in the engine
+        with _mapped(weights.graph) as content:
+            # Of the path TensorRT takes the folder, for what the graph does not hold itself.
+            is_read = parser.refit_from_bytes(content, str(weights.folder / weights.graph.name))
+        problems = []
+        if not is_read:
+            problems = [parser.get_error(index).desc() for index in range(parser.num_errors)] or ["no reason given (see above)"]
+        elif not refitter.refit_cuda_engine():
+            problems = [f"{name}: missing" for name in refitter.get_missing_weights()] or ["weights refused (see above)"]
+        if problems:
+            found = shortened(problems, _MOST_PROBLEMS)
+            raise EngineError(listed(f"{self.file}: expected the weights of {weights.graph} to fit, found", found, BUILD_AGAIN))
 
     def context(self, profile: int, addresses: Mapping[str, int], shapes: Mapping[str, Shape] | None = None) -> Context:
         """A context of one profile.
@@ -155,6 +192,15 @@ class Replay:
         else:
             work()
             self._has_run = True
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    """A file's content, of which the system keeps no more in memory than it likes: engines are as large as their weights."""
+    try:
+        with file.open("rb") as content:
+            return mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: nothing in it
+        raise EngineError(f"{file}: expected a file that can be read, found: {error}. {BUILD_AGAIN}") from error
 
 
 def _fixed_shapes_config(module: ModuleType, engine: Any) -> Any:

@@ -34,8 +34,9 @@ def with_engines(
     prefill_rows: int = 64,
     version: str = "11.4.0",
     compute_capability: str = "9.0",
+    is_stripped: bool = False,
 ) -> Bundle:
-    """A copy of a bundle in `folder` with engines for one GPU."""
+    """A copy of a bundle in `folder` with engines for one GPU; stripped ones have their graphs beside them."""
     opened = open_bundle(shutil.copytree(bundle, folder))
     count = opened.manifest.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
     signatures = engine_signatures(opened.target, opened.drafter, opened.form, max_model_len=max_model_len, num_speculative_tokens=count)
@@ -52,7 +53,9 @@ def with_engines(
     for name, signature in signatures.items():
         write_engine_graph(name, folder / GRAPHS[name], private / GRAPHS[name], signature, PluginForm.NONE)
         file = engines / FILES[name]
-        write_fake_engine(file, private / GRAPHS[name], [to_json(profile.shapes) for profile in profiles[name]])
+        write_fake_engine(
+            file, private / GRAPHS[name], [to_json(profile.shapes) for profile in profiles[name]], has_weights=not is_stripped
+        )
         graphs[name] = EngineGraph(
             file=file.name,
             bytes=file.stat().st_size,
@@ -62,6 +65,9 @@ def with_engines(
             outputs=signature.outputs,
             profiles=profiles[name],
         )
+    if is_stripped:
+        for graph in GRAPHS.values():
+            shutil.copyfile(private / graph, engines / graph)
     write_engine_manifest(
         engines,
         EngineManifest(
@@ -80,8 +86,8 @@ def with_engines(
             prefill_rows=prefill_rows,
             workspace=0,
             opt_level=3,
-            refittable=False,
-            has_weights=True,
+            refittable=is_stripped,
+            has_weights=not is_stripped,
             graphs=graphs,
             built="2026-11-29",
             build_seconds=1.0,

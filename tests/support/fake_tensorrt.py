@@ -1,14 +1,15 @@
 """A stand-in for the module `tensorrt` at run time: an "engine" is an ONNX graph that ONNX Runtime runs on the addresses bound.
 
 It holds its caller to TensorRT's rules: every address and shape set, shapes inside the profile and set outside of a capture,
-a first pass before the capture, one context per profile, aligned addresses, a cache's output where its input is; to TensorRT-RTX's:
-nothing captured while kernels for its shapes may yet be compiled.
+a first pass before the capture, one context per profile, aligned addresses, a cache's output where its input is, weights before
+a context; to TensorRT-RTX's: nothing captured while kernels for its shapes may yet be compiled.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import onnxruntime
 from numpy.typing import NDArray
 
@@ -37,6 +40,9 @@ class FakeTensorRT:
     can_capture: bool | None = None  # what TensorRT-RTX says of a context; TensorRT's has no such method
     load_library: Callable[[str], object] = lambda path: None
     loggers: list[object] = field(default_factory=list)  # of the runtimes made
+    contents: list[mmap.mmap] = field(default_factory=list)  # that engines were read from
+    refitted: list[Path] = field(default_factory=list)  # where engines were told that their graphs are
+    missing_weights: list[str] = field(default_factory=list)  # that no graph has
     makes_contexts: bool = True
     refuses: str = ""  # the engine, by its file's stem, whose passes cannot be captured
     passes: list[tuple[str, int]] = field(default_factory=list)  # engine and profile of each pass that was run
@@ -60,32 +66,47 @@ class FakeTensorRT:
         self.loggers.append(logger)
         return SimpleNamespace(deserialize_cuda_engine=lambda content: FakeEngine.read(self, content))
 
+    def Refitter(self, engine: FakeEngine, logger: object) -> FakeRefitter:
+        assert logger in self.loggers
+        return FakeRefitter(engine)
 
-def write_fake_engine(file: Path, graph: Path, profiles: list[Mapping[str, Any]]) -> None:
+    def OnnxParserRefitter(self, refitter: FakeRefitter, logger: object) -> FakeParserRefitter:
+        assert logger in self.loggers
+        return FakeParserRefitter(refitter)
+
+
+def write_fake_engine(file: Path, graph: Path, profiles: list[Mapping[str, Any]], *, has_weights: bool = True) -> None:
     """An engine file: the graph's path and the profiles' shapes."""
-    file.write_text(json.dumps({"graph": str(graph), "profiles": profiles}))
+    file.write_text(json.dumps({"graph": str(graph), "profiles": profiles, "has_weights": has_weights}))
+
+
+def _session(graph: Path | bytes) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 class FakeEngine:
-    def __init__(self, module: FakeTensorRT, graph: Path, profiles: list[dict[str, dict[str, list[int]]]]) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
+    def __init__(self, module: FakeTensorRT, graph: Path, profiles: list[dict[str, dict[str, list[int]]]], *, has_weights: bool) -> None:
         self.module = module
         self.name = graph.stem
-        self.session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        described = _session(graph)
+        self.session = described if has_weights else None
+        self.refittable = not has_weights
         self.profiles = profiles
-        self.inputs = {node.name: node for node in self.session.get_inputs()}
-        self.tensors = self.inputs | {node.name: node for node in self.session.get_outputs()}
+        self.inputs = {node.name: node for node in described.get_inputs()}
+        self.tensors = self.inputs | {node.name: node for node in described.get_outputs()}
         self.taken: set[int] = set()
 
     @classmethod
-    def read(cls, module: FakeTensorRT, content: bytes) -> FakeEngine | None:
+    def read(cls, module: FakeTensorRT, content: mmap.mmap) -> FakeEngine | None:
+        module.contents.append(content)
         try:
-            described = json.loads(content)
+            described = json.loads(bytes(content))
         except ValueError:
             return None
-        return cls(module, Path(described["graph"]), described["profiles"])
+        return cls(module, Path(described["graph"]), described["profiles"], has_weights=described["has_weights"])
 
     @property
     def num_io_tensors(self) -> int:
@@ -112,8 +133,48 @@ class FakeEngine:
         return SimpleNamespace(dynamic_shapes_kernel_specialization_strategy="lazy")
 
     def create_execution_context(self, config: SimpleNamespace | None = None) -> FakeContext | None:
+        assert self.session is not None, "a context of an engine without weights"
         chosen = self.create_runtime_config() if config is None else config
         return FakeContext(self, chosen.dynamic_shapes_kernel_specialization_strategy) if self.module.makes_contexts else None
+
+
+@dataclass(eq=False)
+class FakeRefitter:
+    engine: FakeEngine
+    session: onnxruntime.InferenceSession | None = None  # with the weights that the parser read
+
+    def refit_cuda_engine(self) -> bool:
+        assert self.engine.refittable
+        self.engine.session = self.session
+        return not self.engine.module.missing_weights
+
+    def get_missing_weights(self) -> list[str]:
+        return self.engine.module.missing_weights
+
+
+@dataclass(eq=False)
+class FakeParserRefitter:
+    refitter: FakeRefitter
+    error: str = ""
+
+    @property
+    def num_errors(self) -> int:
+        return bool(self.error)
+
+    def get_error(self, index: int) -> SimpleNamespace:
+        assert index == 0
+        return SimpleNamespace(desc=lambda: self.error)
+
+    def refit_from_bytes(self, content: mmap.mmap, path: str) -> bool:
+        self.refitter.engine.module.refitted.append(Path(path))
+        try:
+            model = ir.from_proto(onnx.load_model_from_string(bytes(content)))
+            ir.external_data.set_base_dir(model.graph, Path(path).parent)
+            ir.external_data.load_to_model(model)
+            self.refitter.session = _session(ir.to_proto(model).SerializeToString())
+        except Exception as error:
+            self.error = str(error)
+        return not self.error
 
 
 class FakeContext:
@@ -181,6 +242,7 @@ class FakeContext:
 
         feeds = {name: memory(name, shapes.get(name) or tuple(node.shape)) for name, node in engine.inputs.items()}
         names = [name for name in engine.tensors if name not in engine.inputs]
+        assert engine.session is not None, "weights were there when the context was made"
         outputs = dict(zip(names, engine.session.run(names, feeds), strict=True))
         engine.module.after.get(engine.name, lambda outputs: None)(outputs)
         for name, value in outputs.items():
