@@ -129,12 +129,12 @@ def _weights(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _sharded(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorEntry]:
-    files = {file: file_in(folder, file) for file in sorted(set(weight_map.values()))}
+    files = sorted(set(weight_map.values()))
     foreign = [repr(file)[:80] for file in files if not file.endswith(".safetensors")]
     if foreign:
         shown = shortened(foreign, most=20)
         raise CheckpointError(listed(f"{folder / INDEX}: expected names of .safetensors files, found", shown, "Convert the weights first."))
-    shards = {name: read_header(file) for name, file in files.items()}
+    shards = {file: read_header(file_in(folder, file)) for file in files}
     problems = [
         f"{shown_key(name)} is not in {file}, where the index has it" for name, file in weight_map.items() if name not in shards[file]
     ]

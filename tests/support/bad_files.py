@@ -214,11 +214,13 @@ def _replaced(file: str, make: Callable[[Path], object]) -> Callable[[Path], Non
 
 
 def _paths() -> Iterator[Bad]:
-    for name in _NAMES:
-        yield Bad(f"path/shard {name!a}", "target", _named(name), ("plain file name", repr(name)), base="sharded")
-    for name in ("n" * 256, "n" * 5000, "é" * 200):
-        yield Bad(f"path/shard of {len(name)} letters {name[0]}", "target", _named(name), ("file name", name[:50]), base="sharded")
     foreign = (INDEX, "names of .safetensors files")
+    for name in _NAMES:
+        said = ("plain file name", repr(name)) if name.endswith(".safetensors") else (*foreign, repr(name)[:80])
+        yield Bad(f"path/shard {name!a}", "target", _named(name), said, base="sharded")
+    for name in ("n" * 256, "n" * 5000, "é" * 200):
+        said = ("file name", name[:50])
+        yield Bad(f"path/shard of {len(name)} letters {name[0]}", "target", _named(f"{name}.safetensors"), said, base="sharded")
     yield Bad("path/shard that is the config", "target", _named(CONFIG), (*foreign, CONFIG), base="sharded")
     yield Bad("path/shard that is the index", "drafter", rewritten(INDEX, _itself), foreign, base="sharded")
     for file, base in ((CONFIG, "plain"), (WEIGHTS, "plain"), (INDEX, "sharded"), (SHARD, "sharded")):
