@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +32,7 @@ from domino_deploy.engines import (
 )
 from domino_deploy.errors import EngineError, ExportError, listed
 from domino_deploy.exporters.engine_graph import write_engine_graph
-from domino_deploy.exporters.engine_options import EngineOptions, EngineSettings, engine_settings
+from domino_deploy.exporters.engine_options import LIBRARY_ENDINGS, EngineOptions, EngineSettings, engine_settings
 from domino_deploy.exporters.engine_plan import plan_engines
 from domino_deploy.exporters.engine_profiles import engine_profiles
 from domino_deploy.exporters.engine_worker import run_job
@@ -46,6 +48,8 @@ from domino_deploy.signature import GraphSignature, TensorSpec
 Progress = Callable[[str], None]
 
 _WORK = ".work"
+# The smallest first, whose plugin may be a library that TensorRT refuses.
+_ORDER = ("head", "backbone", "target")
 _TENSORRT_TYPES = {"float32": "float", "float16": "half", "bfloat16": "bf16"}
 
 
@@ -105,12 +109,23 @@ def build_engines(
 
 
 def _refuse_existing(output: Path, overwrite: bool) -> None:
-    if not output.exists():
+    if not os.path.lexists(output):
         return
     if not overwrite:
         raise EngineError(f"{output}: expected no such folder yet, found one. Choose another (-o), or replace it (--force).")
-    if not (output / MANIFEST).is_file():
+    if output.is_symlink() or not _are_engines(output):
         raise EngineError(f"{output}: expected engines to replace, found something else. Remove it, or choose another folder (-o).")
+
+
+def _are_engines(folder: Path) -> bool:
+    """Of any format version, whether complete or not, and nothing else: a bundle or notes beside them would be lost."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        found = {item.name for item in folder.iterdir() if item.suffix not in LIBRARY_ENDINGS}
+    except (OSError, ValueError, RecursionError):
+        return False
+    is_ours = isinstance(content, dict) and {"format_version", "flavour", "graphs"} <= content.keys()
+    return is_ours and found <= {MANIFEST, *FILES.values(), *GRAPHS.values()}
 
 
 def _converted(bundle: Bundle, settings: EngineSettings, work: Path, progress: Progress) -> Bundle:
@@ -175,7 +190,8 @@ def _build_all(
     for weights in (TARGET_FOLDER, DRAFTER_FOLDER):  # found by relative names beside the private copies
         (work / weights).symlink_to(source.path.absolute() / weights, target_is_directory=True)
     graphs, version = {}, settings.flavour_version
-    for name, file in GRAPHS.items():
+    for name in _ORDER:
+        file = GRAPHS[name]
         write_engine_graph(name, source.path / file, work / file, signatures[name], settings.plugin.form, calibration)
         job = BuildJob(
             flavour=settings.flavour,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,12 @@ LEAST_PREFILL_ROWS = 128
 DEFAULT_MAX_MODEL_LEN = 4096
 _OPT_LEVELS = range(6)
 _FLOATS = (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16)
-_LIBRARY_ENDINGS = (".so", ".dll")
+LIBRARY_ENDINGS = (".so", ".dll")
+# Rows of a batch are the second dimension of the plugin's grids, of which CUDA allows no more.
+_MOST_ROWS = 65535
+_MOST_BYTES = 2**63 - 1
+# Of TensorRT-RTX 1.7; it has 7.5 besides, but no float32 products for it, which our graphs have.
+RTX_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +156,7 @@ def engine_settings(bundle: Bundle, options: EngineOptions, output: Path | None 
         plugin=plugin,
         plugin_library=library,
         is_stripped=options.is_stripped,
-        timing_cache=None if gpu is None else options.timing_cache or _timing_cache(flavour, version, gpu),
+        timing_cache=_timing_cache(options.timing_cache, flavour, version, gpu),
         output=(output or bundle.path / ENGINES_FOLDER / name).absolute(),
     )
 
@@ -166,11 +172,11 @@ def _problems(bundle: Bundle, options: EngineOptions) -> Iterator[str]:
     if options.calibration_text is not None and not options.is_float8:
         yield "calibration: expected it with float8 only, found engines in another type: add --fp8 or drop it"
     limits = {
-        "max_batch_size": (options.max_batch_size, 1, None),
+        "max_batch_size": (options.max_batch_size, 1, _MOST_ROWS),
         "max_model_len": (options.max_model_len, LEAST_PREFILL_ROWS, _positions(bundle)),
         "num_speculative_tokens": (options.num_speculative_tokens, 1, bundle.drafter.num_proposals),
         "prefill_rows": (options.prefill_rows, LEAST_PREFILL_ROWS, None),
-        "workspace": (options.workspace, 1, None),
+        "workspace": (options.workspace, 1, _MOST_BYTES),
         "opt_level": (options.opt_level, _OPT_LEVELS[0], _OPT_LEVELS[-1]),
     }
     for name, (value, least, most) in limits.items():
@@ -205,10 +211,16 @@ def _flavour(wanted: Flavour | None) -> tuple[Flavour, str]:
 
 
 def _capabilities(wanted: tuple[str, ...], gpu: Gpu | None) -> tuple[str, ...]:
-    malformed = [each for each in wanted if not (len(parts := each.split(".")) == 2 and all(part.isdigit() for part in parts))]
+    malformed = [repr(each) for each in wanted if re.fullmatch(r"[1-9][0-9]?\.[0-9]", each) is None]
     if malformed:
         raise RequestError(f"Expected compute capabilities like 8.9, found {', '.join(malformed)}. Correct --compute-capability.")
     if gpu is None:
+        unknown = [each for each in wanted if each not in RTX_CAPABILITIES]
+        if unknown:
+            raise RequestError(
+                f"Expected compute capabilities that {Flavour.TENSORRT_RTX} builds for ({', '.join(RTX_CAPABILITIES)}), found "
+                f"{', '.join(unknown)}. Choose one of these, or build with --backend {Flavour.TENSORRT} on a machine with such a GPU."
+            )
         return tuple(dict.fromkeys(wanted))
     foreign = [each for each in wanted if each != gpu.compute_capability]
     if foreign:
@@ -237,8 +249,8 @@ def _plugin(wanted: str, flavour: Flavour, bundle: Bundle) -> tuple[Plugin, Path
             raise RequestError(f"--plugin {wanted}: expected {unmet}. Provide it, or use --plugin none.")
         return _python_plugin(form), None
     library = Path(wanted)
-    if library.suffix not in _LIBRARY_ENDINGS or not library.is_file():
-        found = "no such file" if library.suffix in _LIBRARY_ENDINGS else wanted
+    if library.suffix not in LIBRARY_ENDINGS or not library.is_file():
+        found = "a folder" if library.is_dir() else "no such file" if library.suffix in LIBRARY_ENDINGS else repr(wanted)
         raise RequestError(f"--plugin: expected {AUTO}, none, aot, v3 or the path of a compiled plugin, found {found}. Correct it.")
     with library.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -267,8 +279,16 @@ def _unmet(form: PluginForm, flavour: Flavour) -> str | None:
     return None
 
 
-def _timing_cache(flavour: Flavour, version: str, gpu: Gpu) -> Path:
-    """In the user's cache folder, by what decides timings: product, version and GPU."""
+def _timing_cache(wanted: Path | None, flavour: Flavour, version: str, gpu: Gpu | None) -> Path | None:
+    """By default in the user's cache folder, by what decides timings: product, version and GPU."""
+    if wanted is not None and gpu is None:
+        raise RequestError(
+            f"--timing-cache: expected it with {Flavour.TENSORRT}, which measures while it builds, found {flavour}. Leave it out."
+        )
+    if wanted is not None and wanted.is_dir():
+        raise RequestError(f"--timing-cache: expected a file, or the name of a new one, found the folder {wanted}. Name a file in it.")
+    if wanted is not None or gpu is None:
+        return wanted
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "".join(letter if letter.isalnum() else "-" for letter in gpu.name.lower())
     return root / "domino-deploy" / f"{flavour}-{version}-sm{gpu.compute_capability.replace('.', '')}-{name}.timings"

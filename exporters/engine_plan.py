@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx_ir as ir
 
 from domino_deploy.bundle import GRAPHS, Bundle
 from domino_deploy.engines import PluginForm
-from domino_deploy.errors import ExportError
+from domino_deploy.errors import BundleError, ExportError
 from domino_deploy.exporters.engine_options import EngineSettings
 from domino_deploy.memory_plan import MemoryPlan, Pair, plan_memory
 from domino_deploy.resources import free_disk, free_memory
@@ -114,9 +115,13 @@ class EnginePlan:
 
 
 def plan_engines(bundle: Bundle, settings: EngineSettings) -> EnginePlan:
-    """Plan a build; nothing is written."""
+    """Plan a build; nothing is written.
+
+    Raises:
+        BundleError: a file is no graph.
+    """
     itemsize = settings.dtype.bits // 8
-    weights = {name: _weight_bytes(ir.load(bundle.path / file), itemsize) for name, file in GRAPHS.items()}
+    weights = {name: _weight_bytes(_graph(bundle.path / file), itemsize) for name, file in GRAPHS.items()}
     stored = sum(entry.bytes for name, entry in bundle.manifest.files.items() if name.endswith(".safetensors"))
     form = GraphForm(dtype=str(settings.dtype), draft_vocab_size=bundle.form.draft_vocab_size, candidate_pool=bundle.form.candidate_pool)
     pair = Pair(target=bundle.target, drafter=bundle.drafter, form=form)
@@ -141,6 +146,13 @@ def plugin_words(settings: EngineSettings) -> str:
         PluginForm.CPP: f"{plugin.library}, which must be there when the engine is opened",
     }
     return f"{plugin.form}: {plugin.name} version {plugin.version}, {where[plugin.form]}"
+
+
+def _graph(file: Path) -> ir.Model:
+    try:
+        return ir.load(file)
+    except Exception as error:  # protobuf's errors have no common base but this
+        raise BundleError(f"{file}: expected an ONNX graph, found: {error}. Export the bundle again.") from error
 
 
 def _weight_bytes(model: ir.Model, itemsize: int) -> int:

@@ -22,10 +22,11 @@ from typing import IO, Any
 from domino_deploy import errors, tensorrt_libraries
 from domino_deploy.config_json import from_json, to_json
 from domino_deploy.engines import Flavour
-from domino_deploy.errors import DominoDeployError, ExportError
+from domino_deploy.errors import DominoDeployError, EngineError, ExportError
 from domino_deploy.exporters.trt_api import RTX_LINK, BuildJob, BuiltEngine, Progress, build
 from domino_deploy.plugins import op
 
+_TRITON_CACHE = ".triton"
 _LAST_WORDS = 600  # characters of a dead worker's stderr in its error
 
 
@@ -39,6 +40,7 @@ def run_job(job: BuildJob, folder: Path, progress: Progress) -> BuiltEngine:
 
     Raises:
         MissingDependencyError, ExportError: as `trt_api.build`; also when the process ends without an answer.
+        EngineError: a file cannot be read or written.
     """
     job_file = folder / f"{job.graph}.job.json"
     job_file.write_text(json.dumps(to_json(job)), encoding="utf-8")
@@ -102,8 +104,13 @@ def _ending(returncode: int) -> str:
 
 
 def _environment(flavour: Flavour, folder: Path) -> dict[str, str]:
-    """The worker's: as ours, and for TensorRT-RTX a folder in which its library has the name that the parser asks for."""
-    environment = dict(os.environ)
+    """The worker's: as ours, and for TensorRT-RTX a folder in which its library has the name that the parser asks for.
+
+    Triton compiles, whatever else it was told, and keeps what it compiles in the job's folder: an exception in a plugin's callback ends
+    the process, and a home folder need not be writable.
+    """
+    environment = dict(os.environ) | {"TRITON_CACHE_DIR": str(folder.absolute() / _TRITON_CACHE)}
+    environment.pop("TRITON_INTERPRET", None)
     library = tensorrt_libraries.rtx_library() if flavour is Flavour.TENSORRT_RTX else None
     if library is not None:
         link = folder / RTX_LINK
@@ -128,6 +135,9 @@ def main(job_file: str) -> None:
         built = build(job, lambda step: say({"step": step}))
     except DominoDeployError as error:
         say({"error": str(error), "kind": type(error).__name__})
+    except OSError as error:
+        found = f"{job.graph}: expected files that the build can read and write, found: {error}"
+        say({"error": f"{found}. Free disk space, or choose another folder (-o) or --timing-cache.", "kind": EngineError.__name__})
     else:
         say({"built": to_json(built)})
     answers.close()

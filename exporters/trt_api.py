@@ -167,7 +167,10 @@ def _parse(trt: ModuleType, network: Any, log: Any, job: BuildJob) -> None:
 
 def _refusal(expected: str, problems: list[str]) -> str:
     lines = [" ".join(problem.split())[:500] for problem in problems if problem.strip()]
-    advice = "Try another precision (--fp16, --bf16, --fp32), --plugin none, or another version; docs/tensorrt.md lists what goes together."
+    advice = (
+        "Try another precision (--fp16, --bf16, --fp32), --plugin none, a smaller --max-batch-size and --max-model-len, or another "
+        "version; docs/tensorrt.md lists what goes together."
+    )
     return listed(expected, list(dict.fromkeys(lines))[:_MOST_PROBLEMS] or ["no reason given"], advice)
 
 
@@ -193,8 +196,7 @@ def _configure(trt: ModuleType, builder: Any, job: BuildJob, progress: Progress)
         config.set_flag(trt.BuilderFlag.STRIP_PLAN)
         config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)  # the bundle's own weights, whose values kernels may be chosen by
     if job.timing_cache is not None:
-        file = Path(job.timing_cache)
-        config.set_timing_cache(config.create_timing_cache(file.read_bytes() if file.is_file() else b""), ignore_mismatch=False)
+        _set_timing_cache(config, Path(job.timing_cache))
     for profile in job.profiles:
         shapes = builder.create_optimization_profile()
         for name, sizes in profile.shapes.items():
@@ -218,6 +220,19 @@ def _capability(trt: ModuleType, capability: str) -> Any:
             "Choose one of these, or use --backend tensorrt on a machine with such a GPU."
         )
     return member
+
+
+def _set_timing_cache(config: Any, file: Path) -> None:
+    """Begin with the timings in a file.
+
+    Raises:
+        ExportError: it holds something else, which writing the new timings would replace.
+    """
+    cache = config.create_timing_cache(file.read_bytes() if file.is_file() else b"")
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+        raise ExportError(
+            f"{file}: expected a timing cache of this TensorRT and GPU, found something else. Remove it, or name another (--timing-cache)."
+        )
 
 
 def _write_timing_cache(config: Any, job: BuildJob) -> None:

@@ -197,6 +197,17 @@ def test_timings_are_read_and_written_back(fake, tmp_path) -> None:
     assert [item.name for item in file.parent.iterdir()] == ["timings"]
 
 
+@pytest.mark.parametrize("answer", [("create_timing_cache", None), ("set_timing_cache", False)])
+def test_a_file_that_holds_no_timings_of_this_gpu_is_left_alone(fake, tmp_path, answer) -> None:
+    name, result = answer
+    setattr(fake.config, name, lambda *arguments, **keywords: result)
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    with pytest.raises(ExportError, match=r"notes\.txt: expected a timing cache of this TensorRT and GPU, found something else"):
+        trt_api.build(job(tmp_path, timing_cache=str(file)), lambda step: None)
+    assert file.read_text() == "mine"
+
+
 def test_only_outermost_phases_are_told(fake, tmp_path) -> None:
     steps: list[str] = []
     trt_api.build(job(tmp_path), steps.append)

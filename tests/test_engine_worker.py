@@ -11,11 +11,11 @@ import pytest
 
 from domino_deploy.bundle import GRAPHS
 from domino_deploy.engines import Flavour, PluginForm
-from domino_deploy.errors import ExportError, MissingDependencyError
+from domino_deploy.errors import EngineError, ExportError, MissingDependencyError
 from domino_deploy.exporters import engine_worker
 from domino_deploy.exporters.engine_worker import run_job
 from domino_deploy.exporters.trt_api import RTX_LINK, BuildJob
-from tests.support.correction_engines import build, needs_rtx, save_node
+from tests.support.correction_engines import ENGINE, build, needs_rtx, save_node
 
 
 def job(file: Path, graph: str = "head", **changes: Any) -> BuildJob:
@@ -65,6 +65,20 @@ def test_the_link_comes_before_the_users_own_library_path(tmp_path, monkeypatch)
     assert environment["LD_LIBRARY_PATH"] == f"{tmp_path}:/opt/own"
     assert (tmp_path / RTX_LINK).resolve() == library
     assert engine_worker._environment(Flavour.TENSORRT, tmp_path)["LD_LIBRARY_PATH"] == "/opt/own"
+
+
+@needs_rtx
+def test_triton_compiles_in_a_worker_whatever_its_users_environment_says(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/no-such-folder")
+    assert build(tmp_path, PluginForm.V3).layer_types.get("PLUGIN_V3") == 1
+
+
+@needs_rtx
+def test_a_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path) -> None:
+    (tmp_path / ENGINE).mkdir()
+    with pytest.raises(EngineError, match=rf"head: expected files that the build can read and write, found: .*{ENGINE}.*Free disk space"):
+        build(tmp_path, PluginForm.V3)
 
 
 def test_what_a_compiled_plugin_says_on_stderr_belongs_to_the_error(tmp_path, monkeypatch) -> None:

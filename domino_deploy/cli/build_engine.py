@@ -109,7 +109,8 @@ def build_engine(
     chosen = [dtype for dtype, is_chosen in ((Dtype.FLOAT16, fp16), (Dtype.BFLOAT16, bf16), (Dtype.FLOAT32, fp32)) if is_chosen]
     if len(chosen) + fp8 > 1:
         raise click.UsageError("Expected at most one of --fp16, --bf16, --fp32 and --fp8, found several. Keep one.")
-    bundle = open_bundle(path)
+    # Engines are known by the hashes of what they were built from.
+    bundle = open_bundle(path, check_hashes=not dry_run)
     options = EngineOptions(
         flavour=None if backend is None else Flavour(backend),
         dtype=chosen[0] if chosen else None,
