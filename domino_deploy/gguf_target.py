@@ -18,7 +18,7 @@ import numpy as np
 from domino_deploy.aside import written_aside
 from domino_deploy.checkpoint import CONFIG, WEIGHTS
 from domino_deploy.checkpoint_tensors import LM_HEAD
-from domino_deploy.errors import CheckpointError, listed
+from domino_deploy.errors import CheckpointError, MissingDependencyError, listed
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -50,9 +50,12 @@ def checkpoint_from_gguf(gguf_file: Path, folder: Path, *, sha256: str | None = 
     Raises:
         CheckpointError: the folder exists, no such file, wrong hash, another architecture, a setting that would be lost,
             or a tensor that has no place in a Llama model.
+        MissingDependencyError: transformers, gguf or safetensors is not installed.
     """
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise _missing("transformers") from error
     if folder.exists():
         raise CheckpointError(f"{folder}: expected no such folder yet, found one. Remove it, or name another.")
     if not gguf_file.is_file():
@@ -70,10 +73,13 @@ def weights_from_gguf(gguf_file: Path, folder: Path) -> None:
 
     Raises:
         CheckpointError: another architecture, a setting that would be lost, or a tensor that has no place in a Llama model.
+        MissingDependencyError: gguf or safetensors is not installed.
     """
-    from gguf import GGUFReader
-    from safetensors.numpy import save_file
-
+    try:
+        from gguf import GGUFReader
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        raise _missing("gguf and safetensors") from error
     reader = GGUFReader(gguf_file)
     config = _config(reader)
     names = _names([tensor.name for tensor in reader.tensors])
@@ -168,6 +174,12 @@ def _name(gguf_name: str) -> str | None:
     if match is None or match[2] not in _LAYER_TENSORS:
         return None
     return f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.weight"
+
+
+def _missing(packages: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"Expected {packages} to read a GGUF file, found them not installed. Run: pip install 'domino-deploy[train]'"
+    )
 
 
 def _weight(tensor: ReaderTensor, config: dict[str, Any]) -> np.ndarray:

@@ -108,7 +108,7 @@ def require_gpu(flavour: Flavour, purpose: str = "") -> Gpu:
         what = "no driver" if found is None else f"a driver for CUDA {found.cuda_version} and no GPU"
         raise MissingDependencyError(
             f"{flavour}: expected an NVIDIA driver and a GPU{purpose}, found {what}. Run this on a machine with both; "
-            f"{Flavour.TENSORRT_RTX} builds whole engines without."
+            f"only building engines by {Flavour.TENSORRT_RTX} needs neither."
         )
     return found.gpus[0]
 

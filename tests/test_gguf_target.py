@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from domino_deploy.errors import CheckpointError
-from domino_deploy.gguf_target import checkpoint_from_gguf
+from domino_deploy.errors import CheckpointError, MissingDependencyError
+from domino_deploy.gguf_target import checkpoint_from_gguf, weights_from_gguf
 
 gguf = pytest.importorskip("gguf", reason="gguf comes with the extra `train`")
 
@@ -257,6 +258,14 @@ def test_missing_file_and_existing_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected no such folder yet"):
         checkpoint_from_gguf(tmp_path / "tiny.gguf", tmp_path / "made")
     assert not list((tmp_path / "made").iterdir())
+
+
+@pytest.mark.parametrize(("module", "convert"), [("transformers", checkpoint_from_gguf), ("gguf", weights_from_gguf)])
+def test_a_missing_package_is_named_with_the_extra(module: str, convert: Callable[..., object], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=rf"{module}.*not installed.*domino-deploy\[train\]"):
+        convert(tmp_path / "model.gguf", tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
 
 
 def test_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
