@@ -15,12 +15,14 @@ from domino_deploy.engines import (
     EngineSet,
     Flavour,
     PluginForm,
-    bundle_sha256,
     file_sha256,
     open_engine_set,
 )
 from domino_deploy.errors import EngineError, listed
 from domino_deploy.plugins import op
+
+# Folders of builds that run, or were killed, have hidden names.
+_FINISHED = "[!.]*"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,34 +63,31 @@ def open_engines(
         EngineError: none fits; the message says for each why.
     """
     root = bundle.path / ENGINES_FOLDER
-    candidates = [folder] if folder is not None else sorted(item.parent for item in root.glob(f"*/{MANIFEST}"))
+    candidates = [folder] if folder is not None else sorted(item.parent for item in root.glob(f"{_FINISHED}/{MANIFEST}"))
     wanted = {"batch": batch, "max_model_len": max_model_len, "num_speculative_tokens": num_speculative_tokens}
-    expected = bundle_sha256(bundle)
     fitting, problems = [], []
     for candidate in candidates:
         try:
-            found = open_engine_set(candidate)
+            found = open_engine_set(candidate, bundle)
         except EngineError as error:
             problems.append(f"{candidate.name}: {error}")
             continue
-        reasons = [*_foreign(found, host, expected), *_too_small(found.manifest, wanted)]
+        reasons = [*_foreign(found, host), *_too_small(found.manifest, wanted)]
         if reasons:
             problems.append(f"{candidate.name}: {'; '.join(reasons)}")
         else:
             fitting.append(found)
     if fitting:
         best = min(fitting, key=lambda found: (found.manifest.max_batch_size, found.manifest.max_model_len, found.path.name))
-        return open_engine_set(best.path, check_hashes=check_hashes)
+        return open_engine_set(best.path, bundle, check_hashes=check_hashes)
     if not problems:
         raise EngineError(f"{bundle.path}: expected engines below {ENGINES_FOLDER}/, found none. Build some: domino-deploy build-engine.")
     raise EngineError(listed(f"{bundle.path}: expected engines that fit this machine and request, found", problems, BUILD_AGAIN))
 
 
-def _foreign(engines: EngineSet, host: Host, expected_sha256: str) -> Iterable[str]:
-    """Why engines cannot run here, or not for this bundle."""
+def _foreign(engines: EngineSet, host: Host) -> Iterable[str]:
+    """Why engines cannot run here."""
     manifest = engines.manifest
-    if manifest.bundle_sha256 != expected_sha256:
-        yield "stale: built from another state of the bundle"
     version = host.flavours.get(manifest.flavour)
     if version != manifest.flavour_version:
         here = "which is not installed" if version is None else f"here is {version}"

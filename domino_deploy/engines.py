@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from domino_deploy import bundle as bundles
 from domino_deploy.bundle import Bundle
 from domino_deploy.config_json import from_json, to_json
+from domino_deploy.engine_checks import problems_with_manifest
 from domino_deploy.errors import EngineError, listed
 from domino_deploy.signature import GraphForm, TensorSpec
 
@@ -202,18 +203,24 @@ def write_engine_manifest(folder: Path, manifest: EngineManifest) -> None:
     (folder / MANIFEST).write_text(json.dumps(to_json(manifest), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def open_engine_set(folder: Path, *, check_hashes: bool = False) -> EngineSet:
-    """Read engines.json and check that the engines are there and complete.
+def open_engine_set(folder: Path, bundle: Bundle, *, check_hashes: bool = False) -> EngineSet:
+    """Read engines.json and check that it fits the bundle, and that the engines are there and complete.
 
     Args:
         folder: holds engines.json.
+        bundle: that the engines are for.
         check_hashes: also compare every engine's sha256.
 
     Raises:
-        EngineError: no engine folder, another format version, or files missing, altered, or outside of the folder.
+        EngineError: no engine folder, another format version, built from another state of the bundle, values that engines for the bundle
+            cannot have, or files missing, altered, or outside of the folder.
     """
     manifest = _read_manifest(folder)
     problems = [f"graphs.{name}: missing" for name in FILES if name not in manifest.graphs]
+    if manifest.bundle_sha256 != bundle_sha256(bundle):  # whose sizes may be others
+        problems.append("stale: built from another state of the bundle")
+    else:
+        problems.extend(problems_with_manifest(manifest, bundle))
     for name, graph in manifest.graphs.items():
         if graph.file != FILES.get(name):
             problems.append(f"graphs.{name}: expected {FILES.get(name, 'no such graph')}, found {graph.file!r:.80}")

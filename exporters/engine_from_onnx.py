@@ -105,7 +105,7 @@ def build_engines(
         raise EngineError(
             f"{settings.output}: expected a folder that engines can be written to, found: {error}. Free disk space or choose another (-o)."
         ) from error
-    return open_engine_set(settings.output)
+    return open_engine_set(settings.output, bundle)
 
 
 def _refuse_existing(output: Path, overwrite: bool) -> None:

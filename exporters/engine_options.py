@@ -13,6 +13,7 @@ from pathlib import Path
 from domino_deploy import tensorrt_libraries as libraries
 from domino_deploy.bundle import Bundle
 from domino_deploy.config import DrafterKind
+from domino_deploy.engine_checks import DTYPES, FLOAT8, LEAST_PREFILL_ROWS, MOST_BATCH_SIZE, positions
 from domino_deploy.engines import ENGINES_FOLDER, Flavour, Plugin, PluginForm
 from domino_deploy.errors import MissingDependencyError, RequestError, listed
 from domino_deploy.exporters.fp8 import CalibrationText, check_float8_capabilities
@@ -21,15 +22,10 @@ from domino_deploy.precision import Dtype
 from domino_deploy.tensorrt_libraries import Gpu
 
 AUTO = "auto"
-# See engine_profiles.py.
-LEAST_PREFILL_ROWS = 128
 # Longer only when asked for, as sessions do: caches of fixed length take their whole memory from the start.
 DEFAULT_MAX_MODEL_LEN = 4096
 _OPT_LEVELS = range(6)
-_FLOATS = (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16)
 LIBRARY_ENDINGS = (".so", ".dll")
-# Rows of a batch are the second dimension of the plugin's grids, of which CUDA allows no more.
-_MOST_ROWS = 65535
 _MOST_BYTES = 2**63 - 1
 # Of TensorRT-RTX 1.7; it has 7.5 besides, but no float32 products for it, which our graphs have.
 RTX_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")
@@ -108,7 +104,7 @@ class EngineSettings:
     @property
     def weights(self) -> str:
         """Type of the layers' matrices, in NumPy's words."""
-        return "float8_e4m3fn" if self.is_float8 else str(self.dtype)
+        return FLOAT8 if self.is_float8 else str(self.dtype)
 
 
 def engine_settings(bundle: Bundle, options: EngineOptions, output: Path | None = None) -> EngineSettings:
@@ -135,7 +131,7 @@ def engine_settings(bundle: Bundle, options: EngineOptions, output: Path | None 
     if options.is_float8:
         check_float8_capabilities(capabilities)
         dtype = Dtype.BFLOAT16 if dtype is Dtype.FLOAT32 else dtype  # products in float8 stand between values in 16 bits
-    max_model_len = options.max_model_len or min(_positions(bundle), DEFAULT_MAX_MODEL_LEN)
+    max_model_len = options.max_model_len or min(positions(bundle), DEFAULT_MAX_MODEL_LEN)
     plugin, library = _plugin(options.plugin, flavour, bundle)
     weights = "fp8" if options.is_float8 else str(dtype)
     name = "-".join([str(flavour), *(f"sm{capability.replace('.', '')}" for capability in capabilities), weights])
@@ -167,13 +163,13 @@ def _problems(bundle: Bundle, options: EngineOptions) -> Iterator[str]:
             f"expected a bundle in float32, float16 or bfloat16, found {bundle.precision.name}, whose operators are ONNX Runtime's: "
             "export the pair again with --dtype float16 and build from that (--fp8 for smaller engines)"
         )
-    if options.dtype is not None and options.dtype not in _FLOATS:
-        yield f"dtype: expected {', '.join(_FLOATS)}, found {options.dtype}"
+    if options.dtype is not None and options.dtype not in DTYPES:
+        yield f"dtype: expected {', '.join(DTYPES)}, found {options.dtype}"
     if options.calibration_text is not None and not options.is_float8:
         yield "calibration: expected it with float8 only, found engines in another type: add --fp8 or drop it"
     limits = {
-        "max_batch_size": (options.max_batch_size, 1, _MOST_ROWS),
-        "max_model_len": (options.max_model_len, LEAST_PREFILL_ROWS, _positions(bundle)),
+        "max_batch_size": (options.max_batch_size, 1, MOST_BATCH_SIZE),
+        "max_model_len": (options.max_model_len, LEAST_PREFILL_ROWS, positions(bundle)),
         "num_speculative_tokens": (options.num_speculative_tokens, 1, bundle.drafter.num_proposals),
         "prefill_rows": (options.prefill_rows, LEAST_PREFILL_ROWS, None),
         "workspace": (options.workspace, 1, _MOST_BYTES),
@@ -191,12 +187,6 @@ def _problems(bundle: Bundle, options: EngineOptions) -> Iterator[str]:
         )
     if options.is_stripped and (options.is_float8 or options.dtype not in (None, bundle.precision.activations)):
         yield "stripped weights: expected engines in the bundle's own type, whose weights go in later: export the pair in the wanted type"
-
-
-def _positions(bundle: Bundle) -> int:
-    """Tokens that both models have positions for, with room for a block."""
-    drafter = bundle.drafter
-    return min(bundle.target.max_position_embeddings, drafter.max_position_embeddings)
 
 
 def _flavour(wanted: Flavour | None) -> tuple[Flavour, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from domino_deploy.engine_checks import PROFILE_NAMES
 from domino_deploy.engines import DRAFT_PROFILE, FIRST_DRAFT_PROFILE, PREFILL_PROFILE, VERIFY_PROFILE, Profile, ShapeRange
 from domino_deploy.signature import GraphSignature
 
@@ -36,15 +37,16 @@ def engine_profiles(
     def features(rows: Range) -> dict[str, Range]:
         return {"feature_rows": rows, "context_rows": (rows[0] + block_size, rows[1] + block_size)}
 
+    names = PROFILE_NAMES
     target: Profiles = {
-        VERIFY_PROFILE: ("verify", {"rows": cycle, "logit_rows": cycle}),
-        PREFILL_PROFILE: ("prefill", {"rows": prompt, "logit_rows": (1, 1)}),
+        VERIFY_PROFILE: (names["target"][VERIFY_PROFILE], {"rows": cycle, "logit_rows": cycle}),
+        PREFILL_PROFILE: (names["target"][PREFILL_PROFILE], {"rows": prompt, "logit_rows": (1, 1)}),
     }
     backbone: Profiles = {
-        DRAFT_PROFILE: ("draft", features(cycle)),
-        FIRST_DRAFT_PROFILE: ("first draft", features(prompt)),
+        DRAFT_PROFILE: (names["backbone"][DRAFT_PROFILE], features(cycle)),
+        FIRST_DRAFT_PROFILE: (names["backbone"][FIRST_DRAFT_PROFILE], features(prompt)),
     }
-    sizes: dict[str, Profiles] = {"target": target, "backbone": backbone, "head": {0: ("rollout", {})}}
+    sizes: dict[str, Profiles] = {"target": target, "backbone": backbone, "head": {0: (names["head"][0], {})}}
     return {
         graph: tuple(_profile(name, signatures[graph], batch | ranges) for _, (name, ranges) in sorted(profiles.items()))
         for graph, profiles in sizes.items()

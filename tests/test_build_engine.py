@@ -319,7 +319,7 @@ def test_engines_appear_with_their_manifest(bundle, machine, worker) -> None:
     folder = bundle / ENGINES_FOLDER / "tensorrt-rtx-sm89-sm120-float32"
     assert done.stdout.startswith(f"{folder}: tensorrt-rtx 1.7.1.116, compute capability 8.9, 12.0, float32, plugin v3, ")
     assert sorted(item.name for item in folder.iterdir()) == ["backbone.engine", MANIFEST, "head.engine", "target.engine"]
-    manifest = open_engine_set(folder, check_hashes=True).manifest
+    manifest = open_engine_set(folder, open_bundle(bundle), check_hashes=True).manifest
     assert (manifest.compute_capabilities, manifest.max_model_len, manifest.opt_level) == (("8.9", "12.0"), 150, 5)
     assert [job.graph for job in worker] == ["head", "backbone", "target"]
     assert [job.plugin for job in worker] == [PluginForm.V3, PluginForm.NONE, PluginForm.NONE]
@@ -369,7 +369,7 @@ def test_engines_are_replaced_on_request_only(bundle, machine, worker) -> None:
     assert "expected no such folder yet" in again.stderr
     assert len(worker) == 3
     assert command(bundle, "--force", "--max-model-len", "129").exit_code == 0
-    assert open_engine_set(bundle / ENGINES_FOLDER / "tensorrt-rtx-float32").manifest.max_model_len == 129
+    assert open_engine_set(bundle / ENGINES_FOLDER / "tensorrt-rtx-float32", open_bundle(bundle)).manifest.max_model_len == 129
 
 
 def test_what_is_no_engine_folder_is_never_replaced(bundle, machine, worker, tmp_path) -> None:

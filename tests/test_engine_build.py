@@ -111,7 +111,7 @@ def test_the_tiny_pair_is_built_in_every_type_for_every_gpu(tiny_bundle, tmp_pat
         flavour=Flavour.TENSORRT_RTX, dtype=dtype, compute_capabilities=CAPABILITIES, max_model_len=300, max_batch_size=4, plugin="v3"
     )
     engines = build_engines(bundle, options)
-    manifest = open_engine_set(engines.path, check_hashes=True).manifest
+    manifest = open_engine_set(engines.path, bundle, check_hashes=True).manifest
     assert (manifest.dtype, manifest.compute_capabilities) == (dtype or "float32", CAPABILITIES)
     assert all(graph.bytes > 10_000 for graph in manifest.graphs.values())
 

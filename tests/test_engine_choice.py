@@ -37,7 +37,7 @@ def test_what_is_written_is_read(bundle) -> None:
     calibration = Calibration(source="built-in", sha256="0" * 64, tokens=4096, products={"target.w": ProductRange(input=2.5, weight=0.5)})
     plugin = Plugin(form=PluginForm.CPP, name=op.NAME, version=op.VERSION, library="libdomino.so", sha256="1" * 64)
     folder = write_engines(bundle, "one", calibration=calibration, plugin=plugin, refittable=True)
-    manifest = open_engine_set(folder, check_hashes=True).manifest
+    manifest = open_engine_set(folder, bundle, check_hashes=True).manifest
     assert (manifest.calibration, manifest.plugin, manifest.refittable) == (calibration, plugin, True)
     assert manifest.graphs["target"].profiles[0].shapes["input_ids"].max == (2, 5)
     assert manifest.graphs["head"].inputs[1].shape == ("batch", 4, 32)
@@ -45,7 +45,7 @@ def test_what_is_written_is_read(bundle) -> None:
 
 def test_engines_that_fit_are_opened(bundle) -> None:
     folder = write_engines(bundle, "one")
-    found = open_engines(bundle, HOST, batch=2, max_model_len=64, num_speculative_tokens=4, check_hashes=True)
+    found = open_engines(bundle, HOST, batch=2, max_model_len=160, num_speculative_tokens=4, check_hashes=True)
     assert (found.path, found.file("head")) == (folder, folder / "head.engine")
 
 
@@ -69,7 +69,7 @@ def test_the_form_is_the_engines(bundle) -> None:
         ({"compute_capabilities": ("8.0", "8.9")}, "one: built for compute capability 8.0, 8.9, this GPU has 9.0"),
         ({"flavour_version": "10.16.1"}, "one: built by tensorrt 10.16.1, here is 11.4.0"),
         ({"flavour": Flavour.TENSORRT_RTX}, "one: built by tensorrt-rtx 11.4.0, which is not installed"),
-        ({"bundle_sha256": "0" * 64}, "one: stale: built from another state of the bundle"),
+        ({"bundle_sha256": "0" * 64}, "stale: built from another state of the bundle"),
         (
             {"plugin": Plugin(form=PluginForm.AOT, name=op.TILES_NAME, version="0")},
             "one: built with version 0 of the plugin, this is version 1",
@@ -154,7 +154,7 @@ def test_stripped_engines_need_their_graphs(bundle) -> None:
         (folder / f"{graph}.onnx").touch()
     found = open_engines(bundle, HOST)
     assert found.weights_graph("head") == folder / "head.onnx"
-    assert open_engine_set(write_engines(bundle, "whole")).weights_graph("head") is None
+    assert open_engine_set(write_engines(bundle, "whole"), bundle).weights_graph("head") is None
 
 
 def test_engines_for_all_gpus_of_a_product_fit_each(bundle) -> None:
@@ -165,8 +165,8 @@ def test_engines_for_all_gpus_of_a_product_fit_each(bundle) -> None:
 
 def test_requests_that_are_too_large_are_told_every_limit(bundle) -> None:
     write_engines(bundle, "one")
-    message = refusal(bundle, batch=3, max_model_len=65, num_speculative_tokens=5)
-    for limit in ("batch up to 2, asked for 3", "max_model_len up to 64, asked for 65", "num_speculative_tokens up to 4, asked for 5"):
+    message = refusal(bundle, batch=3, max_model_len=161, num_speculative_tokens=5)
+    for limit in ("batch up to 2, asked for 3", "max_model_len up to 160, asked for 161", "num_speculative_tokens up to 4, asked for 5"):
         assert limit in message
 
 

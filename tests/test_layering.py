@@ -19,7 +19,7 @@ BASE = {"errors", "config", "precision", "signature", "__version__"}
 CHECKPOINT = {"checkpoint", "checkpoint_config", "checkpoint_drafter", "checkpoint_source", "checkpoint_tensors", "checkpoint_text"}
 READERS = {"config_fields", "safetensors_header", "strict_json"}
 FILES = BASE | CHECKPOINT | READERS | {"aside", "bundle", "config_json", "pairing", "stored_weights"}
-ENGINES = {"engine_choice", "engine_signatures", "engines", "tensorrt_libraries"}
+ENGINES = {"engine_checks", "engine_choice", "engine_signatures", "engines", "tensorrt_libraries"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__version__": set(),
     "errors": set(),
@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": FILES | {"plugins"},
     "engine_signatures": {"config", "signature"},
     "engine_choice": FILES | {"engines", "plugins"},
-    "engines": FILES,
+    "engine_checks": FILES | {"engine_signatures"},
+    "engines": FILES | {"engine_checks"},
     "tensorrt_libraries": {"engines", "errors"},
     "exporters": FILES | ENGINES | {"plugins", "model", "runtime", "memory_plan", "resources"},
     "runtime": FILES | ENGINES | {"backends", "plugins", "model"},

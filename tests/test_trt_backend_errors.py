@@ -188,17 +188,25 @@ class TestEngines:
             file.write_text(file.read_text().replace('"has_weights": false', '"has_weights":  true'))
         assert "target.engine: expected an engine that can be refitted, found one that cannot" in refusal(EngineError, folder)
 
-    def test_one_that_is_not_what_its_manifest_says(self, machine, domino, tmp_path) -> None:
+    def test_one_that_is_not_what_its_manifest_says(self, machine, domino, monkeypatch) -> None:
+        name_of, shape_of = FakeEngine.get_tensor_name, FakeEngine.get_tensor_shape
+        monkeypatch.setattr(FakeEngine, "get_tensor_name", lambda self, index: name_of(self, index).replace("input_ids", "tokens"))
+        monkeypatch.setattr(FakeEngine, "get_tensor_shape", lambda self, name: [-1, -1, 400] if name == "logits" else shape_of(self, name))
+        text = refusal(EngineError, domino.path)
+        assert "target.engine: the engine is not the one" in text
+        assert "logits: expected FLOAT [-1, -1, 300], found FLOAT [-1, -1, 400]" in text
+        assert "input_ids: missing" in text
+        assert "tokens: unknown" in text
+
+    def test_edited_manifests_are_refused_before_an_engine_is_mapped(self, machine, domino, tmp_path) -> None:
         def change(content: dict[str, Any]) -> None:
-            outputs = content["graphs"]["target"]["outputs"]
-            next(spec for spec in outputs if spec["name"] == "logits")["shape"][2] = 400
-            content["graphs"]["target"]["inputs"][0]["name"] = "tokens"
+            content["num_speculative_tokens"] = 10**9
+            content["graphs"]["target"]["inputs"][0]["dtype"] = "float8"
 
         text = refusal(EngineError, changed(domino, tmp_path, change))
-        assert "target.engine: the engine is not the one" in text
-        assert "logits: expected FLOAT [-1, -1, 400], found FLOAT [-1, -1, 300]" in text
-        assert "tokens: missing" in text
-        assert "input_ids: unknown" in text
+        assert "found 1000000000" in text
+        assert "graphs.target: inputs.input_ids: expected int64 [batch, rows], found float8 [batch, rows]" in text
+        assert not machine.contents
 
     def test_a_compiled_plugin_is_looked_for_beside_them(self, machine, domino, tmp_path) -> None:
         library = b"a library"

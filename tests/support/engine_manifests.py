@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -30,9 +31,22 @@ def write_engines(bundle: Bundle, name: str, **changes: Any) -> Path:
     """Engines of TensorRT 11.4.0 for compute capability 9.0, up to `changes` of the manifest."""
     folder = bundle.path / ENGINES_FOLDER / name
     folder.mkdir(parents=True)
-    signatures = engine_signatures(bundle.target, bundle.drafter, bundle.form, max_model_len=64, num_speculative_tokens=4)
+    sizes = {"max_batch_size": 2, "max_model_len": 160, "num_speculative_tokens": 4, "prefill_rows": 128}
+    sizes |= {key: value for key, value in changes.items() if key in sizes}
+    form = dataclasses.replace(bundle.form, dtype=changes.get("dtype", "float32"))
+    signatures = engine_signatures(
+        bundle.target,
+        bundle.drafter,
+        form,
+        max_model_len=sizes["max_model_len"],
+        num_speculative_tokens=sizes["num_speculative_tokens"],
+    )
     profiles = engine_profiles(
-        signatures, max_batch_size=2, num_speculative_tokens=4, prefill_rows=128, block_size=bundle.drafter.block_size
+        signatures,
+        max_batch_size=sizes["max_batch_size"],
+        num_speculative_tokens=sizes["num_speculative_tokens"],
+        prefill_rows=sizes["prefill_rows"],
+        block_size=bundle.drafter.block_size,
     )
     graphs = {}
     for graph, file in FILES.items():
@@ -53,14 +67,11 @@ def write_engines(bundle: Bundle, name: str, **changes: Any) -> Path:
         "flavour": Flavour.TENSORRT,
         "flavour_version": "11.4.0",
         "compute_capabilities": ("9.0",),
-        "dtype": "float32",
-        "weights": "float32",
+        "dtype": form.dtype,
+        "weights": form.dtype,
         "plugin": Plugin(form=PluginForm.NONE),
         "bundle_sha256": bundle_sha256(bundle),
-        "max_batch_size": 2,
-        "max_model_len": 64,
-        "num_speculative_tokens": 4,
-        "prefill_rows": 128,
+        **sizes,
         "workspace": 2**30,
         "opt_level": 3,
         "refittable": False,

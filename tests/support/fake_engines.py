@@ -31,7 +31,7 @@ def with_engines(
     *,
     max_model_len: int = 400,
     num_speculative_tokens: int | None = None,
-    prefill_rows: int = 64,
+    prefill_rows: int = 128,
     version: str = "11.4.0",
     compute_capability: str = "9.0",
     is_stripped: bool = False,
