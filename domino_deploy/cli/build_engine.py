@@ -101,7 +101,7 @@ def build_engine(
     Engines for target, backbone and head, for one product and one kind of GPU, appear below BUNDLE/engines once all of them are
     complete.  tensorrt-rtx builds them on any machine, tensorrt on one with the GPU that they are for.
     """
-    with needs("export"):
+    with needs("tensorrt-rtx"):  # of the two, the one that builds without a GPU; both bring what exports need
         from domino_deploy.exporters.engine_from_onnx import build_engines
         from domino_deploy.exporters.engine_options import EngineOptions, engine_settings
         from domino_deploy.exporters.engine_plan import plan_engines
