@@ -9,17 +9,17 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from domino_deploy.backends import BACKENDS, Backend
 from domino_deploy.bundle import Bundle
 from domino_deploy.engine_signatures import engine_signatures
 from domino_deploy.errors import shortened
-from domino_deploy.precision import Dtype
 from domino_deploy.signature import GraphSignature, TensorSpec
 
 if TYPE_CHECKING:
     from domino_deploy.engines import EngineGraph, EngineManifest, Profile, ShapeRange
 
 # What engines compute in.
-DTYPES = (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16)
+DTYPES = BACKENDS[Backend.TENSORRT].precisions
 FLOAT8 = "float8_e4m3fn"
 # See exporters/engine_profiles.py.
 LEAST_PREFILL_ROWS = 128

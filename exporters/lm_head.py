@@ -13,6 +13,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from domino_deploy.errors import ExportError
 from domino_deploy.exporters.passes import check_signature
+from domino_deploy.exporters.precision import DATA_TYPES
+from domino_deploy.precision import Dtype
 from domino_deploy.signature import BASE_LOGITS, HIDDEN, LOGITS, GraphSignature
 
 _REPORT = "Please report this fault of the exporter."
@@ -83,7 +85,7 @@ def _shaped(value: ir.Value, signature: GraphSignature, *, is_output: bool) -> N
     specs = signature.outputs if is_output else signature.inputs
     spec = next(spec for spec in specs if spec.name == HIDDEN)
     value.name, value.shape = spec.name, ir.Shape(spec.shape)
-    value.type = ir.TensorType(ir.DataType[{"float32": "FLOAT"}.get(spec.dtype, spec.dtype.upper())])
+    value.type = ir.TensorType(DATA_TYPES[Dtype(spec.dtype)])
 
 
 def _checked(model: ir.Model, name: str, signature: GraphSignature) -> ir.Model:

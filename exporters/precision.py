@@ -24,8 +24,8 @@ _MICROSOFT = "com.microsoft"
 # and with 8 bits the only form that is fast at all, at a relative error below 1e-2 (scripts/bench_products.py).
 _INTEGER_PRODUCTS = 4
 
-_DATA_TYPES = {Dtype.FLOAT32: ir.DataType.FLOAT, Dtype.FLOAT16: ir.DataType.FLOAT16, Dtype.BFLOAT16: ir.DataType.BFLOAT16}
-_FLOATS = frozenset(_DATA_TYPES.values())
+DATA_TYPES = {Dtype.FLOAT32: ir.DataType.FLOAT, Dtype.FLOAT16: ir.DataType.FLOAT16, Dtype.BFLOAT16: ir.DataType.BFLOAT16}
+_FLOATS = frozenset(DATA_TYPES.values())
 _ISLANDS = frozenset({"RMSNormalization"})
 _ISLAND_WEIGHTS = frozenset({"drafter.fc.weight"})
 # These hand on what they are given, whatever its type.
@@ -45,7 +45,7 @@ def apply_precision(model: ir.Model, stored: dict[str, Stored], precision: Preci
     """
     _quantise_operators(model, stored, precision)
     _set_stored_types(model, stored)
-    _Typing(model.graph, _DATA_TYPES[precision.activations]).run(signature)
+    _Typing(model.graph, DATA_TYPES[precision.activations]).run(signature)
     RemoveUnusedNodesPass()(model)
 
 
@@ -56,8 +56,8 @@ def apply_precision_to_head(model: ir.Model, stored: dict[str, Stored], precisio
     _set_stored_types(model, stored)
     narrow = [value for value in graph.initializers.values() if value.const_value is None and value.dtype in _FLOATS - {ir.DataType.FLOAT}]
     for value, spec in zip(graph.inputs, signature.inputs, strict=True):
-        if value.dtype in _FLOATS and _DATA_TYPES[Dtype(spec.dtype)] != value.dtype:
-            value.type = ir.TensorType(_DATA_TYPES[Dtype(spec.dtype)])
+        if value.dtype in _FLOATS and DATA_TYPES[Dtype(spec.dtype)] != value.dtype:
+            value.type = ir.TensorType(DATA_TYPES[Dtype(spec.dtype)])
             narrow.append(value)
     _cast_to_float32(graph, narrow)
     RemoveUnusedNodesPass()(model)
@@ -104,12 +104,12 @@ class _Typing:
     def run(self, signature: GraphSignature) -> None:
         for value, spec in zip(self._graph.inputs, signature.inputs, strict=True):
             if value.dtype in _FLOATS:
-                value.type = ir.TensorType(_DATA_TYPES[Dtype(spec.dtype)])
+                value.type = ir.TensorType(DATA_TYPES[Dtype(spec.dtype)])
         for node in list(self._graph):
             self._type(node)
         for index, spec in enumerate(signature.outputs):
-            if spec.dtype in [str(dtype) for dtype in _DATA_TYPES]:
-                self._give_output(index, _DATA_TYPES[Dtype(spec.dtype)])
+            if spec.dtype in [str(dtype) for dtype in DATA_TYPES]:
+                self._give_output(index, DATA_TYPES[Dtype(spec.dtype)])
 
     def _type(self, node: ir.Node) -> None:
         floats = [(index, value) for index, value in enumerate(node.inputs) if value is not None and self._type_of(value) in _FLOATS]
@@ -175,8 +175,8 @@ class _Typing:
 def _set_stored_types(model: ir.Model, stored: dict[str, Stored]) -> None:
     for name, value in model.graph.initializers.items():
         tensor = _stored(stored, name) if value.const_value is None and value.dtype in _FLOATS else None
-        if tensor is not None and tensor.dtype in _DATA_TYPES:
-            value.type = ir.TensorType(_DATA_TYPES[tensor.dtype])
+        if tensor is not None and tensor.dtype in DATA_TYPES:
+            value.type = ir.TensorType(DATA_TYPES[tensor.dtype])
 
 
 def _quantise_operators(model: ir.Model, stored: dict[str, Stored], precision: Precision) -> None:

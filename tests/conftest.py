@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import write_drafter, write_target
+from tests.support.source_copy import ROOT
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +49,12 @@ def tiny_float16_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str
 
     options = ExportOptions(precision=Precision.of(Dtype.FLOAT16))
     return _shared_bundle("tiny-float16", tmp_path_factory, worker_id, checkpoints, options=options, verify=False)
+
+
+@pytest.fixture
+def gpu_check_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of `scripts/gpu_check`, importable as they are there."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
 def _shared_bundle(

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": FILES | {"plugins"},
     "engine_signatures": {"config", "signature"},
     "engine_choice": FILES | {"engines", "plugins"},
-    "engine_checks": FILES | {"engine_signatures"},
+    "engine_checks": FILES | {"backends", "engine_signatures"},
     "engines": FILES | {"engine_checks"},
     "tensorrt_libraries": {"engines", "errors"},
     "exporters": FILES | ENGINES | {"plugins", "model", "runtime", "memory_plan", "resources"},
