@@ -1,7 +1,7 @@
 """What a decode loop needs of a target and of a drafter, and the records they exchange.
 
-Protocols, because several implementations exist: ONNX Runtime, eager PyTorch, TensorRT, prompt lookup.  One sequence each;
-the arrays are numpy's, on the host.
+Protocols, because several implementations exist: ONNX Runtime, eager PyTorch, TensorRT, prompt lookup.  One sequence each,
+but for `SlotPair`, which holds several; the arrays are numpy's, on the host.
 """
 
 from __future__ import annotations
@@ -164,3 +164,92 @@ class PairingTarget(Target, Protocol):
 
     def paired_with(self, drafter: Drafter | None, *, needs_logits: bool) -> SpeculativePair:
         """The pair that serves one request; without `needs_logits`, cycles give greedy tokens alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotCycle:
+    """One sequence's part in a batched cycle.
+
+    slot: where its caches are; token_ids: every committed token, the anchor last; count: tokens to draft, 0 for none;
+    with_drafter: keep the drafter's cache in step, so that later cycles can draft.  `count > 0` needs it, in every cycle and
+    prefill of this sequence before.
+    """
+
+    slot: int
+    token_ids: Sequence[int]
+    count: int
+    with_drafter: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchVerified:
+    """What a batched cycle gives: `sequences` in the order asked for, each with logits (its own times are 0), and the times of the
+    whole pass, draft, head and verify."""
+
+    sequences: tuple[Verified, ...]
+    terms_ms: TermsMs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotRows:
+    """Rows of one slot: committed ones of the target; of the drafter those it holds, or has the features for."""
+
+    target: int
+    drafter: int
+
+
+class SlotPair(Protocol):
+    """A target and its source of proposals over several slots, one sequence each; sequences come and go between passes.
+
+    A slot that nothing serves keeps its rows until it is truncated: a later prompt that begins alike may start from them.
+    """
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence, prompt and answer together; room for a block behind them is apart."""
+
+    @property
+    def max_proposals(self) -> int:
+        """0 without a drafter."""
+
+    @property
+    def max_prefill_rows(self) -> int | None:
+        """Rows of one prefill at most; None where a prompt must come whole, in one call, into an empty slot."""
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether `truncate` to more than 0 rows and `copy` are to be had."""
+
+    @property
+    def gives_prompt_logits(self) -> bool:
+        """Whether `prefill` gives logits of more than its last row."""
+
+    def rows(self, slot: int) -> SlotRows: ...
+
+    def truncate(self, slot: int, rows: int) -> None:
+        """Keep the first `rows` rows, in both caches (the drafter may have fewer)."""
+
+    def copy(self, source: int, destination: int, rows: int) -> None:
+        """Make the destination hold the first `rows` rows of the source, in both caches (the drafter may have fewer)."""
+
+    def prefill(self, slot: int, token_ids: Sequence[int], *, num_logits: int, with_drafter: bool) -> FloatArray:
+        """Run a piece of a prompt behind the slot's rows and commit it; logits [num_logits, V] of its last rows.
+
+        Raises:
+            CapacityError: the sequence becomes longer than `capacity`.
+        """
+
+    def cycle(self, sequences: Sequence[SlotCycle]) -> BatchVerified:
+        """One draft, one head and one verify pass for all of them; commits nothing.
+
+        A sequence whose rest of `capacity` is short gets at most that many drafts.
+        """
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep the first `rows[i]` rows of sequence i of the last cycle; the first row is the anchor's."""
