@@ -5,14 +5,14 @@ Plain decoding is the same loop without a drafter.  Knows tokens only; text and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
 
 import numpy as np
 
-from domino_deploy.errors import CapacityError, RequestError, listed
+from domino_deploy.errors import CapacityError, RequestError
 from domino_deploy.runtime.acceptance import accept
+from domino_deploy.runtime.choosing import Chooser
 from domino_deploy.runtime.protocols import (
     NOTHING_PROPOSED,
     Drafter,
@@ -24,57 +24,21 @@ from domino_deploy.runtime.protocols import (
     TermsMs,
     Verified,
 )
-from domino_deploy.runtime.sampling import Sampler, SamplingParams, checked_greedy_id, is_integer
+from domino_deploy.runtime.requests import LENGTH, STOP, GenerationParams, check_request
 
 # A prompt runs through the target in pieces of this many rows: enough for full matrix products, while attention scores
 # (heads x rows x capacity x 4 bytes: 128 MiB for 32 heads and 4096 slots) stay bounded for prompts of any length.
 PREFILL_ROWS = 256
 
-STOP = "stop"
-LENGTH = "length"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationParams:
-    """One request.
-
-    Args:
-        sampling: how tokens are chosen.
-        max_new_tokens: tokens to generate at most; the caches' capacity may end it earlier, also as "length".
-        stop_strings: end as soon as the text holds one of them; it and what follows are not part of the text.
-        stop_token_ids: end behind one of these tokens; it is the last of the tokens and not part of the text.
-        ignore_eos: do not add the target's own end-of-sequence tokens to `stop_token_ids`.
-        num_speculative_tokens: tokens to draft per cycle, 0 for plain decoding; None for the session's default.
-    """
-
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_new_tokens: int = 256
-    stop_strings: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    num_speculative_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not isinstance(self.sampling, SamplingParams):
-            problems.append(f"sampling must be SamplingParams, found {self.sampling!r}")
-        if not is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens must be an integer, at least 1, found {self.max_new_tokens!r}")
-        if not isinstance(self.stop_strings, tuple) or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
-            problems.append(f"stop_strings must be a tuple of strings that are not empty, found {self.stop_strings!r}")
-        if not isinstance(self.stop_token_ids, tuple) or not all(is_integer(token) and token >= 0 for token in self.stop_token_ids):
-            problems.append(f"stop_token_ids must be a tuple of token ids, found {self.stop_token_ids!r}")
-        count = self.num_speculative_tokens
-        if count is not None and (not is_integer(count) or count < 0):
-            problems.append(f"num_speculative_tokens must be an integer, 0 (plain decoding) or above, found {count!r}")
-        if problems:
-            raise RequestError(
-                listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again.")
-            )
-
 
 def generate(
-    target: Target, drafter: Drafter | None, prompt_ids: Sequence[int], params: GenerationParams, *, num_speculative_tokens: int
+    target: Target,
+    drafter: Drafter | None,
+    prompt_ids: Sequence[int],
+    params: GenerationParams,
+    *,
+    num_speculative_tokens: int,
+    chooser: Chooser | None = None,
 ) -> Iterator[Step]:
     """Generate behind a prompt, one record per cycle; the first one is the prefill's token.
 
@@ -86,29 +50,47 @@ def generate(
         prompt_ids: 1 up to `target.capacity` tokens.
         params: the request; of its stop conditions only `stop_token_ids` and `max_new_tokens` are looked at.
         num_speculative_tokens: tokens to draft per cycle, 0 up to `drafter.max_proposals`.
+        chooser: of this request and no other, with the matcher of its constraint; None makes one, where there is no constraint.  It
+            keeps the log-probabilities.
 
     Raises:
-        RequestError: no prompt, a token outside the vocabulary, or more speculation than the drafter offers.
+        RequestError: no prompt, a token outside the vocabulary, more speculation than the drafter offers, or log-probabilities of a
+            prompt from a backend that has none.
         CapacityError: the prompt does not fit.
     """
-    _check(target, drafter, prompt_ids, params, num_speculative_tokens)
-    return _cycles(target, drafter, list(prompt_ids), params, num_speculative_tokens)
+    offered = 0 if drafter is None else drafter.max_proposals
+    check_request(prompt_ids, params, vocab_size=target.vocab_size, max_proposals=offered, num_speculative_tokens=num_speculative_tokens)
+    if params.prompt_logprobs is not None and isinstance(target, PairingTarget):
+        raise RequestError(
+            "Expected a backend that gives the logits of whole prompts for prompt_logprobs, found one that gives the last row alone. "
+            "Leave prompt_logprobs out, or use the backend ort."
+        )
+    if len(prompt_ids) > target.capacity:
+        raise CapacityError(
+            f"Expected a prompt of at most {target.capacity} tokens, the model length of this session, found {len(prompt_ids)}. "
+            "Shorten the prompt, or open the session with a larger max_model_len."
+        )
+    return _cycles(target, drafter, list(prompt_ids), params, num_speculative_tokens, chooser or Chooser(params, prompt_ids))
 
 
 def _cycles(
-    target: Target, drafter: Drafter | None, tokens: list[int], params: GenerationParams, num_speculative_tokens: int
+    target: Target,
+    drafter: Drafter | None,
+    tokens: list[int],
+    params: GenerationParams,
+    num_speculative_tokens: int,
+    chooser: Chooser,
 ) -> Iterator[Step]:
-    sampler = Sampler(params.sampling)
     stops = frozenset(params.stop_token_ids)
     # The last token needs no row of its own in the cache: hence the one more.
     final_length = len(tokens) + min(params.max_new_tokens, target.capacity - len(tokens) + 1)
-    pair = _pair(target, drafter if num_speculative_tokens else None, needs_logits=not params.sampling.is_greedy)
+    pair = _pair(target, drafter if num_speculative_tokens else None, chooser)
     pair.reset()
 
     started = perf_counter()
     logits = pair.prefill(tokens)
     verify_ms = _since(started)
-    kept, finish_reason = _cut([sampler.choose(logits, len(tokens))], stops, final_length - len(tokens))
+    kept, finish_reason = cut([chooser.choose(logits, len(tokens))], stops, final_length - len(tokens))
     tokens += kept
     terms = TermsMs(verify=verify_ms, other=_since(started) - verify_ms)
     yield Step(token_ids=tuple(kept), terms_ms=terms, finish_reason=finish_reason)
@@ -120,8 +102,8 @@ def _cycles(
         proposal = verified.proposal
         drafts = proposal.token_ids.tolist()
 
-        chosen = accept(_choices(sampler, verified, len(tokens), target.vocab_size), drafts)
-        kept, finish_reason = _cut(chosen, stops, final_length - len(tokens))
+        chosen = accept(chooser.choices(verified, len(tokens), target.vocab_size), drafts)
+        kept, finish_reason = cut(chosen, stops, final_length - len(tokens))
         # Rows in the cache are those of the anchor and of all kept tokens but the last, the next anchor.
         pair.commit(len(kept))
         tokens += kept
@@ -141,18 +123,35 @@ def _cycles(
         )
 
 
-def _pair(target: Target, drafter: Drafter | None, *, needs_logits: bool) -> SpeculativePair:
+def cut(tokens: list[int], stops: Collection[int], wanted: int) -> tuple[list[int], str | None]:
+    """The tokens up to and with the first that ends the request, and why it ends; a stop token goes before the length."""
+    for index, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: index + 1], STOP
+        if index + 1 == wanted:
+            return tokens[: index + 1], LENGTH
+    return tokens, None
+
+
+def _pair(target: Target, drafter: Drafter | None, chooser: Chooser) -> SpeculativePair:
     if isinstance(target, PairingTarget):
-        return target.paired_with(drafter, needs_logits=needs_logits)
-    return _HostPair(target, drafter)
+        return target.paired_with(drafter, needs_logits=not chooser.is_plain_greedy)
+    return HostPair(target, drafter, chooser.read_prompt if chooser.reads_prompt else None)
 
 
-class _HostPair:
-    """Any target and any drafter: what passes between them passes through here."""
+class HostPair:
+    """Any target and any drafter: what passes between them passes through here (`protocols.SpeculativePair`).
 
-    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+    Args:
+        target: the target.
+        drafter: a source of proposals, or None.
+        read_prompt: told the logits of all of a prompt's rows, piece by piece; None leaves them uncomputed.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, read_prompt: Callable[[FloatArray], None] | None = None) -> None:
         self._target = target
         self._drafter = drafter
+        self._read_prompt = read_prompt
         self._features: FloatArray = np.zeros((0, 0), dtype=np.float32)
 
     def reset(self) -> None:
@@ -164,7 +163,9 @@ class _HostPair:
         features: list[FloatArray] = []
         for start in range(0, len(prompt_ids), PREFILL_ROWS):
             piece = prompt_ids[start : start + PREFILL_ROWS]
-            rows = self._target.forward(piece, 1)
+            rows = self._target.forward(piece, 1 if self._read_prompt is None else len(piece))
+            if self._read_prompt is not None:
+                self._read_prompt(rows.logits)
             self._target.commit(len(piece))
             features.append(rows.features.copy())  # a backend may reuse the memory in its next pass
         self._features = np.concatenate(features)
@@ -183,57 +184,6 @@ class _HostPair:
     def commit(self, rows: int) -> None:
         self._target.commit(rows)
         self._features = self._features[:rows]
-
-
-def _choices(sampler: Sampler, verified: Verified, position: int, vocab_size: int) -> Callable[[int], int]:
-    """The target's choice at each verified row; row 0 chooses the token at `position`."""
-    if verified.logits is None:
-        assert verified.greedy_ids is not None, "a pair gives one of the two"
-        greedy_ids = verified.greedy_ids.tolist()
-        return lambda row: checked_greedy_id(greedy_ids[row], position + row, vocab_size)
-    logits_NV = verified.logits
-    return lambda row: sampler.choose(logits_NV[row], position + row)
-
-
-def _cut(tokens: list[int], stops: frozenset[int], wanted: int) -> tuple[list[int], str | None]:
-    """The tokens up to and with the first that ends the request, and why it ends; a stop token goes before the length."""
-    for index, token in enumerate(tokens):
-        if token in stops:
-            return tokens[: index + 1], STOP
-        if index + 1 == wanted:
-            return tokens[: index + 1], LENGTH
-    return tokens, None
-
-
-def _check(
-    target: Target, drafter: Drafter | None, prompt_ids: Sequence[int], params: GenerationParams, num_speculative_tokens: int
-) -> None:
-    offered = 0 if drafter is None else drafter.max_proposals
-    problems = []
-    if len(prompt_ids) == 0:
-        problems.append("the prompt must have at least one token, found none")
-    no_ids = [token for token in prompt_ids if not isinstance(token, int | np.integer)]
-    foreign = [] if no_ids else sorted({int(token) for token in prompt_ids if not 0 <= token < target.vocab_size})
-    if no_ids:
-        problems.append(f"the prompt must be token ids, as Session.prompt_ids makes them, found {no_ids[0]!r:.40}")
-    if foreign:
-        problems.append(f"prompt tokens must lie in [0, {target.vocab_size}), found {_some(foreign)}")
-    foreign = sorted({token for token in params.stop_token_ids if token >= target.vocab_size})
-    if foreign:
-        problems.append(f"stop token ids must lie in [0, {target.vocab_size}), found {_some(foreign)}")
-    if not 0 <= num_speculative_tokens <= offered:
-        problems.append(f"num_speculative_tokens must lie in [0, {offered}] for this drafter, found {num_speculative_tokens}")
-    if problems:
-        raise RequestError(listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again."))
-    if len(prompt_ids) > target.capacity:
-        raise CapacityError(
-            f"Expected a prompt of at most {target.capacity} tokens, the model length of this session, found {len(prompt_ids)}. "
-            "Shorten the prompt, or open the session with a larger max_model_len."
-        )
-
-
-def _some(values: Sequence[int], most: int = 5) -> str:
-    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
 
 
 def _since(started: float) -> float:

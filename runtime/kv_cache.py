@@ -44,11 +44,7 @@ class CacheRows:
         Raises:
             CapacityError: they do not fit.
         """
-        if self.length + rows > self.limit:
-            raise CapacityError(
-                f"Expected at most {self.limit} rows, the capacity of the cache, found {self.length} + {rows}. "
-                "Shorten the request, or open the session with a larger max_model_len."
-            )
+        check_room(self.length, rows, self.limit)
         self._pending = rows
 
     def commit(self, rows: int) -> None:
@@ -68,6 +64,19 @@ class CacheRows:
     def slots(self, rows: int) -> int:
         """Slots to bind for `rows` rows: the next multiple of `growth`, never above `limit`."""
         return min(-(-rows // self.growth) * self.growth, self.limit)
+
+
+def check_room(length: int, rows: int, limit: int) -> None:
+    """Check that `rows` new rows behind `length` fit.
+
+    Raises:
+        CapacityError: they do not.
+    """
+    if length + rows > limit:
+        raise CapacityError(
+            f"Expected at most {limit} rows, the capacity of the cache, found {length} + {rows}. "
+            "Shorten the request, or open the session with a larger max_model_len."
+        )
 
 
 def causal_mask(start: int, out: BoolArray) -> BoolArray:

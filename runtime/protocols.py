@@ -7,7 +7,7 @@ but for `SlotPair`, which holds several; the arrays are numpy's, on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -69,6 +69,10 @@ class TermsMs:
     head: float = 0.0
     verify: float = 0.0
     other: float = 0.0
+
+    def within(self, total: float) -> TermsMs:
+        """The same graphs, and as `other` the rest of `total` milliseconds."""
+        return replace(self, other=max(0.0, total - self.draft - self.head - self.verify))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from domino_deploy.runtime.decode import GenerationParams
-from domino_deploy.runtime.protocols import Step, TermsMs
+import numpy as np
 
+from domino_deploy.errors import RequestError, listed
+from domino_deploy.runtime.constraints import Constraint
+from domino_deploy.runtime.protocols import Step, TermsMs
+from domino_deploy.runtime.sampling import SamplingParams, is_integer
+
+STOP = "stop"
+LENGTH = "length"
 ABORT = "abort"
 ERROR = "error"
+
+# Likeliest tokens to report per position at most: OpenAI's own limit.
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationParams:
+    """What is wanted of one request.
+
+    Args:
+        sampling: how tokens are chosen.
+        max_new_tokens: tokens to generate at most; the caches' capacity may end it earlier, also as "length".
+        min_new_tokens: tokens before which no stop token is chosen and no stop string is looked for; it gives way to a constraint
+            that leaves nothing but the end.
+        stop_strings: end as soon as the text holds one of them; it and what follows are not part of the text.
+        stop_token_ids: end behind one of these tokens; it is the last of the tokens and not part of the text.
+        ignore_eos: do not add the target's own end-of-sequence tokens to `stop_token_ids`.
+        num_speculative_tokens: tokens to draft per cycle, 0 for plain decoding; None for the session's default.
+        logprobs: log-probabilities of the generated tokens, and of that many likeliest ones at each position; None for none.
+        prompt_logprobs: the same of the prompt's tokens.
+        constraint: what the text must match.
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_speculative_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not isinstance(self.sampling, SamplingParams):
+            problems.append(f"sampling must be SamplingParams, found {self.sampling!r}")
+        if not is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
+            problems.append(f"max_new_tokens must be an integer, at least 1, found {self.max_new_tokens!r}")
+        elif not is_integer(self.min_new_tokens) or not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            problems.append(
+                f"min_new_tokens must be an integer from 0 to max_new_tokens ({self.max_new_tokens}), found {self.min_new_tokens!r}"
+            )
+        if not isinstance(self.stop_strings, tuple) or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
+            problems.append(f"stop_strings must be a tuple of strings that are not empty, found {self.stop_strings!r}")
+        if not isinstance(self.stop_token_ids, tuple) or not all(is_integer(token) and token >= 0 for token in self.stop_token_ids):
+            problems.append(f"stop_token_ids must be a tuple of token ids, found {self.stop_token_ids!r}")
+        count = self.num_speculative_tokens
+        if count is not None and (not is_integer(count) or count < 0):
+            problems.append(f"num_speculative_tokens must be an integer, 0 (plain decoding) or above, found {count!r}")
+        for name, top in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if top is not None and (not is_integer(top) or not 0 <= top <= MAX_TOP_LOGPROBS):
+                problems.append(f"{name} must be an integer from 0 to {MAX_TOP_LOGPROBS}, found {top!r}")
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            problems.append(f"constraint must be a Constraint, found {self.constraint!r}")
+        elif self.constraint is not None and self.ignore_eos:
+            problems.append("ignore_eos must be False with a constraint, which ends with the target's end-of-sequence token, found True")
+        if problems:
+            raise RequestError(
+                listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again.")
+            )
+
+
+def check_request(
+    prompt_ids: Sequence[int], params: GenerationParams, *, vocab_size: int, max_proposals: int, num_speculative_tokens: int
+) -> None:
+    """Hold a request against the models that are to serve it.
+
+    Raises:
+        RequestError: no prompt, a token that the target does not have, or more speculation than the drafter offers.
+    """
+    problems = []
+    if len(prompt_ids) == 0:
+        problems.append("the prompt must have at least one token, found none")
+    no_ids = [token for token in prompt_ids if not isinstance(token, int | np.integer)]
+    if no_ids:
+        problems.append(f"the prompt must be token ids, as Session.prompt_ids makes them, found {no_ids[0]!r:.40}")
+    named: dict[str, Iterable[int]] = {"stop token ids": params.stop_token_ids, "token ids of logit_bias": params.sampling.logit_bias}
+    if not no_ids:
+        named = {"prompt tokens": prompt_ids, **named}
+    for name, token_ids in named.items():
+        foreign = sorted({int(token) for token in token_ids if not 0 <= token < vocab_size})
+        if foreign:
+            problems.append(f"{name} must lie in [0, {vocab_size}), found {_some(foreign)}")
+    if not 0 <= num_speculative_tokens <= max_proposals:
+        problems.append(f"num_speculative_tokens must lie in [0, {max_proposals}] for this drafter, found {num_speculative_tokens}")
+    if problems:
+        raise RequestError(listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again."))
+
+
+def _some(values: Sequence[int], most: int = 5) -> str:
+    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +144,8 @@ class RequestStatistics:
 
     prompt_tokens, cached_tokens (those of the prompt found in a cache), generated_tokens: as reported to the client; queue_seconds
     (arrival to slot), first_token_seconds (arrival to first token), prefill_seconds, decode_seconds, total_seconds;
-    steps: (proposed, accepted) of each cycle that proposed at least one token, after truncation.
+    steps: (proposed, accepted) of each cycle that proposed at least one token: drafts that the target verified, and those of them that
+    are in the answer, which may have ended inside an accepted run.
     """
 
     prompt_tokens: int
@@ -64,7 +164,8 @@ class Output:
     """What one pass of the engine made certain for one request.
 
     tokens: those released now; a token is held back while its text may change, be cut off by a stop string, or ends inside a
-    character.  step: the cycle as it was, released or not; None for an output that no cycle made.
+    character.  step: its part of the cycle, released or not, with the times of the whole cycle; the first one is the prefill's token;
+    None for an output that no pass made.
     finish_reason: "stop", "length", "abort" (cancelled, or its time was over), "error", or None while it goes on; stop_reason: the
     stop string or stop token that ended it, None for the target's own end-of-sequence token and everything else.
     prompt_logprobs: of the whole prompt, None for its first token; on the first output, if asked for.
@@ -106,8 +207,9 @@ class CycleRecord:
     """One batched cycle.
 
     batch: sequences in it; width: drafts asked for per sequence, 0 for plain; drafts: sequences with at least one proposal;
-    proposed, accepted: tokens, after truncation; accepted_per_position: how many sequences accepted proposal 0, 1, ...;
-    tokens: committed in all; terms_ms: where its time went.
+    proposed, accepted: tokens, counted as in `RequestStatistics.steps`; accepted_per_position: how many sequences accepted proposal
+    0, 1, ..., up to the last that any proposed; tokens: committed in all; terms_ms: where its time went.  A sequence that failed in it
+    counts in `batch` alone.
     """
 
     batch: int

@@ -12,22 +12,28 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from domino_deploy.backends import BACKENDS, Backend, check_precision
 from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.config import TargetConfig
 from domino_deploy.errors import MissingDependencyError, RequestError, listed
 from domino_deploy.runtime.backends.ort_provider import Provider
-from domino_deploy.runtime.decode import STOP, GenerationParams, generate
+from domino_deploy.runtime.choosing import Chooser
+from domino_deploy.runtime.constraints import ConstraintCompiler
+from domino_deploy.runtime.decode import generate
+from domino_deploy.runtime.output import OutputStream
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
-from domino_deploy.runtime.protocols import Drafter, Step, Target
+from domino_deploy.runtime.protocols import Drafter, SlotPair, Step, Target
+from domino_deploy.runtime.requests import GenerationParams, OutputToken, TokenLogprobs
 from domino_deploy.runtime.sampling import SamplingParams
-from domino_deploy.runtime.text import TextStream, Tokenizer, bundle_tokenizer
+from domino_deploy.runtime.single_slot import SingleSlot
+from domino_deploy.runtime.text import Tokenizer, bundle_tokenizer
 
-__all__ = ["Backend", "Chunk", "DrafterChoice", "GenerationParams", "Provider", "SamplingParams", "Session"]
+__all__ = ["Backend", "Chunk", "DrafterChoice", "GenerationParams", "Provider", "SamplingParams", "Session", "open_slots"]
 
 # Longer only when asked for: drafters are trained on some 3000 tokens and accept little beyond (docs/architecture.md), and
 # a target's own maximum, mostly far above, would promise more memory than a machine may have.
@@ -44,10 +50,18 @@ class DrafterChoice(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Text that one step made certain (it may be none), and the step; joined, the texts are the answer."""
+    """Tokens whose text one step made certain (there may be none), and the step; joined, the texts are the answer.
 
-    text: str
+    prompt_logprobs: of the whole prompt, None for its first token; on the first chunk, if asked for.
+    """
+
+    tokens: tuple[OutputToken, ...]
     step: Step
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
 
     @property
     def finish_reason(self) -> str | None:
@@ -97,19 +111,9 @@ class Session:
             MissingDependencyError: the backend's package is not installed, or its driver.
             CapacityError: the GPU has too little memory (TensorRT).
         """
-        if backend is not Backend.ORT and provider is not Provider.CPU:
-            raise RequestError(f"Expected a provider for the backend ort only, found {provider} for {backend}. Leave it out.")
-        opened = open_bundle(bundle)
-        check_precision(backend, opened.precision, opened.path)
-        capacity = _capacity(opened.target, max_model_len, threads)
-        tokenizer = bundle_tokenizer(opened)
-        asked: dict[str, object] = {"capacity": capacity, "threads": threads, "with_drafter": drafter is DrafterChoice.BUNDLE}
-        if backend is Backend.ORT:
-            asked["provider"] = provider
-        if backend is Backend.TENSORRT and max_model_len is None:
-            asked["capacity"] = None
+        opened, tokenizer, asked = _opened(bundle, backend, provider, drafter, max_model_len, threads)
         target, loaded = _backend_module(backend).open_pair(opened, **asked)
-        return cls(opened, tokenizer, target, PromptLookupDrafter() if drafter is DrafterChoice.PROMPT_LOOKUP else loaded)
+        return cls(opened, tokenizer, target, _drafter(drafter, loaded))
 
     @property
     def default_num_speculative_tokens(self) -> int:
@@ -146,14 +150,8 @@ class Session:
             RequestError: a request that cannot be served, or, while iterating, one that was overtaken by another.
             CapacityError: a prompt longer than this session's model length.
         """
-        if not self._is_open:
-            raise RequestError("Expected an open session, found a closed one. Open the bundle again.")
-        if not params.ignore_eos:
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *self.bundle.target.eos_token_ids))
-        count = self.default_num_speculative_tokens if params.num_speculative_tokens is None else params.num_speculative_tokens
-        steps = generate(self.target, self.drafter, prompt_ids, params, num_speculative_tokens=count)
-        self._requests += 1
-        return self._guarded(steps, self._requests)
+        params = self._with_end(params)
+        return self._steps(prompt_ids, params, self._chooser(prompt_ids, params))
 
     def generate(self, prompt_ids: Sequence[int], params: GenerationParams) -> Iterator[Chunk]:
         """Generate text, one chunk per step; errors as `steps`.
@@ -161,7 +159,9 @@ class Session:
         A stop string ends it with its first character: what follows is in no chunk's text, tokens that follow the one
         that completes it are in no chunk's step, and the step's counters are those of the tokens kept.
         """
-        return self._chunks(self.steps(prompt_ids, params), TextStream(self.tokenizer.decode, params.stop_strings))
+        params = self._with_end(params)
+        chooser = self._chooser(prompt_ids, params)
+        return self._chunks(self._steps(prompt_ids, params, chooser), chooser, OutputStream(self.tokenizer.decode, params))
 
     def close(self) -> None:
         """Free target and drafter; the session cannot be used any more."""
@@ -174,6 +174,26 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+    def _with_end(self, params: GenerationParams) -> GenerationParams:
+        if not self._is_open:
+            raise RequestError("Expected an open session, found a closed one. Open the bundle again.")
+        if params.ignore_eos:
+            return params
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *self.bundle.target.eos_token_ids))
+
+    def _chooser(self, prompt_ids: Sequence[int], params: GenerationParams) -> Chooser:
+        return Chooser(params, prompt_ids, None if params.constraint is None else self._compiler.matcher(params.constraint))
+
+    @cached_property
+    def _compiler(self) -> ConstraintCompiler:
+        return ConstraintCompiler(self.tokenizer.source, self.target.vocab_size, self.bundle.target.eos_token_ids)
+
+    def _steps(self, prompt_ids: Sequence[int], params: GenerationParams, chooser: Chooser) -> Iterator[Step]:
+        count = self.default_num_speculative_tokens if params.num_speculative_tokens is None else params.num_speculative_tokens
+        steps = generate(self.target, self.drafter, prompt_ids, params, num_speculative_tokens=count, chooser=chooser)
+        self._requests += 1
+        return self._guarded(steps, self._requests)
 
     def _guarded(self, steps: Iterator[Step], request: int) -> Iterator[Step]:
         """The steps of one request, as long as it is the latest: all requests share the target's cache."""
@@ -189,23 +209,67 @@ class Session:
             finished = step.finish_reason is not None
             yield step
 
-    def _chunks(self, steps: Iterator[Step], stream: TextStream) -> Iterator[Chunk]:
+    def _chunks(self, steps: Iterator[Step], chooser: Chooser, stream: OutputStream) -> Iterator[Chunk]:
+        count, prompt_logprobs = 0, None
         for step in steps:
-            text, kept = "", 0
-            # A stop token is the last of its step, and no text.
-            for token in step.token_ids[:-1] if step.finish_reason == STOP else step.token_ids:
-                text, kept = text + stream.push(token), kept + 1
-                if stream.found_stop:
-                    break
-            else:
-                kept = len(step.token_ids)
-                if step.finish_reason is not None:
-                    text += stream.flush()
-            if stream.found_stop:
-                step = replace(step, token_ids=step.token_ids[:kept], accepted=min(step.accepted, kept), finish_reason=STOP)
-            yield Chunk(text=text, step=step)
-            if stream.found_stop:
+            if count == 0 and chooser.reads_prompt:
+                prompt_logprobs = tuple(chooser.prompt_logprobs)
+            released = stream.push(step, chooser.logprobs[count : count + len(step.token_ids)])
+            count += len(step.token_ids)
+            yield Chunk(tokens=released.tokens, step=released.step, prompt_logprobs=prompt_logprobs)
+            prompt_logprobs = None
+            if released.step.finish_reason is not None:
                 return
+
+
+def open_slots(
+    bundle: str | Path,
+    *,
+    num_slots: int,
+    backend: Backend = Backend.ORT,
+    provider: Provider = Provider.CPU,
+    drafter: DrafterChoice = DrafterChoice.BUNDLE,
+    max_model_len: int | None = None,
+    threads: int | None = None,
+) -> tuple[Bundle, Tokenizer, SlotPair]:
+    """Open a bundle for several sequences at a time.
+
+    ONNX Runtime on the CPU runs them together, in `num_slots` slots; everything else runs one after the other, in a single slot.
+
+    Args and errors otherwise as `Session.open`.
+    """
+    opened, tokenizer, asked = _opened(bundle, backend, provider, drafter, max_model_len, threads)
+    module = _backend_module(backend)
+    if backend is Backend.ORT and provider is Provider.CPU:
+        from domino_deploy.runtime.backends import ort_slots
+
+        del asked["provider"]
+        lookup = drafter is DrafterChoice.PROMPT_LOOKUP
+        return opened, tokenizer, ort_slots.open_slots(opened, num_slots=num_slots, prompt_lookup=lookup, **asked)
+    target, loaded = module.open_pair(opened, **asked)
+    return opened, tokenizer, SingleSlot(target, _drafter(drafter, loaded))
+
+
+def _opened(
+    bundle: str | Path, backend: Backend, provider: Provider, drafter: DrafterChoice, max_model_len: int | None, threads: int | None
+) -> tuple[Bundle, Tokenizer, dict[str, Any]]:
+    """A bundle, checked, its tokenizer, and what its backend is asked for."""
+    if backend is not Backend.ORT and provider is not Provider.CPU:
+        raise RequestError(f"Expected a provider for the backend ort only, found {provider} for {backend}. Leave it out.")
+    opened = open_bundle(bundle)
+    check_precision(backend, opened.precision, opened.path)
+    capacity = _capacity(opened.target, max_model_len, threads)
+    tokenizer = bundle_tokenizer(opened)
+    asked: dict[str, Any] = {"capacity": capacity, "threads": threads, "with_drafter": drafter is DrafterChoice.BUNDLE}
+    if backend is Backend.ORT:
+        asked["provider"] = provider
+    if backend is Backend.TENSORRT and max_model_len is None:
+        asked["capacity"] = None
+    return opened, tokenizer, asked
+
+
+def _drafter(choice: DrafterChoice, loaded: Drafter | None) -> Drafter | None:
+    return PromptLookupDrafter() if choice is DrafterChoice.PROMPT_LOOKUP else loaded
 
 
 def _capacity(target: TargetConfig, max_model_len: int | None, threads: int | None) -> int:

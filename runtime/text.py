@@ -58,13 +58,27 @@ class Tokenizer:
             ) from error
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens, special tokens left out."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the tokens, without the special ones unless asked for."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def spelling(self, token_id: int) -> str | None:
+        """A token as the tokenizer's file spells it; None for an id that it does not have."""
+        return self._tokenizer.id_to_token(token_id)
 
     def ids(self) -> dict[str, int]:
         """The ids of all tokens, added ones included."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def source(self) -> str:
+        """The JSON text of a `tokenizer.json`."""
+        return self._tokenizer.to_str()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source."""
+        return self._template_source
 
     @property
     def has_chat_template(self) -> bool:
@@ -132,15 +146,18 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._given = 0  # tokens of the window whose text was given out
         self._given_text = ""
+        self.is_inside_character = False  # the last token only begins one, or goes on with it
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._given_text):
+        self.is_inside_character = text.endswith(REPLACEMENT)
+        if self.is_inside_character or len(text) <= len(self._given_text):
             return ""
         return self._advance(text)
 
     def flush(self) -> str:
+        self.is_inside_character = False
         return self._advance(self._decode(self._window))
 
     def _advance(self, text: str) -> str:
@@ -154,23 +171,29 @@ class IncrementalDetokenizer:
 class StopStrings:
     """Passes text on up to the first stop string, and holds back what may yet become one.
 
-    `found` is set once a stop string is complete; it and all text behind it are dropped.
+    `found` is the stop string, once one is complete; it and all text behind it are dropped.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
-    def push(self, text: str) -> str:
-        if self.found:
+    def push(self, text: str, *, looking: bool = True) -> str:
+        """Text to give out, after more of it has come.
+
+        Args:
+            looking: look for stop strings that end in `text`; one that ended before, while nobody looked, is none any more.
+        """
+        if self.found is not None:
             return ""
-        text = self._held + text
+        held, text = len(self._held), self._held + text
         # The one complete first, so that the cut does not depend on how the text was cut into pieces.
-        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        matches = [match for stop in self._stops if (match := _first_ending_behind(held, stop, text))] if looking else []
         if matches:
-            self.found, self._held = True, ""
-            return text[: min(matches)[1]]
+            end, start = min(matches)
+            self.found, self._held = text[start:end], ""
+            return text[:start]
         held = self._possible_start(text)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -187,23 +210,10 @@ class StopStrings:
         return next((size for size in sizes if any(stop.startswith(text[len(text) - size :]) for stop in self._stops)), 0)
 
 
-class TextStream:
-    """Text of a growing sequence of tokens up to its first stop string: a detokenizer and `StopStrings` in a row."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self._detokenizer = IncrementalDetokenizer(decode)
-        self._stops = StopStrings(stops)
-
-    @property
-    def found_stop(self) -> bool:
-        return self._stops.found
-
-    def push(self, token_id: int) -> str:
-        return self._stops.push(self._detokenizer.push(token_id))
-
-    def flush(self) -> str:
-        """All that was held back, once no more tokens will come."""
-        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+def _first_ending_behind(position: int, stop: str, text: str) -> tuple[int, int] | None:
+    """End and start of the first occurrence of `stop` in `text` that ends behind `position`."""
+    start = text.find(stop, max(0, position - len(stop) + 1))
+    return (start + len(stop), start) if start >= 0 else None
 
 
 def _load(tokenizer_file: Path) -> tokenizers.Tokenizer:

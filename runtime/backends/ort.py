@@ -2,15 +2,17 @@
 
 Every input and output is bound to memory that is reused from pass to pass, and a cache's input and output are the same
 memory, so a pass copies no cache.  Arrays handed out are views of that memory: valid until the next pass.
+
+ort.py               target and drafter of one sequence
+ort_slots.py         several sequences in one pass; ort_slot_caches.py and ort_slot_drafters.py are its parts
+ort_passes.py        passes of the graphs: what is bound, and what comes out
+ort_binding.py  ort_graph.py  ort_provider.py   sessions and their memory; opening and failing; what ONNX Runtime computes on
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from time import perf_counter
-
-import numpy as np
 
 from domino_deploy.bundle import (
     BACKBONE_GRAPH,
@@ -21,39 +23,15 @@ from domino_deploy.bundle import (
     TARGET_TRUNK_GRAPH,
     Bundle,
 )
-from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
-from domino_deploy.runtime.backends.ort_binding import Array, BoundGraph
+from domino_deploy.runtime.backends.ort_passes import DraftPasses, DraftPiece, LmHead, TargetPasses, TargetPiece
 from domino_deploy.runtime.backends.ort_provider import Provider, growth_rows
-from domino_deploy.runtime.kv_cache import CacheRows, block_mask, causal_mask, sliding_block_mask
+from domino_deploy.runtime.kv_cache import CacheRows
 from domino_deploy.runtime.protocols import FloatArray, IntArray, Proposal, TargetRows
-from domino_deploy.signature import (
-    ANCHOR_IDS,
-    ATTENTION_MASK,
-    BASE_LOGITS,
-    BLOCK_IDS,
-    DEFAULT_FORM,
-    DRAFT_IDS,
-    FEATURES,
-    HIDDEN,
-    INPUT_IDS,
-    LOGIT_INDEX,
-    LOGITS,
-    POSITION_IDS,
-    SLIDING_MASK,
-    UNCERTIFIED,
-    WRITE_INDEX,
-    GraphForm,
-    backbone_signature,
-    backbone_trunk_signature,
-    head_signature,
-    lm_head_signature,
-    target_signature,
-    target_trunk_signature,
-)
 
 # A pass over one row takes another path through matrix products than one over several and rounds otherwise, in the seventh digit.
 # Products of integers round activations to 8 bits, which makes of such a difference one in the third: plain decoding would part from
-# speculative decoding within some sentences.  From two rows on a row's numbers do not depend on how many others there are.
+# speculative decoding within some sentences.  From two rows on a row's numbers do not depend on how many others there are.  It is the
+# rows of each sequence that count, not those of the batch: one row of each of eight sequences takes the path of a single one.
 _LEAST_ROWS = 2
 
 
@@ -73,96 +51,52 @@ def open_pair(
         BundleError: ONNX Runtime refuses a graph.
         MissingDependencyError: ONNX Runtime lacks the provider, or cannot start it.
     """
+    target, drafter = open_passes(bundle, threads=threads, with_drafter=with_drafter, provider=provider)
+    return OrtTarget(target, capacity, provider), None if drafter is None else OrtDrafter(drafter, capacity, provider)
+
+
+def open_passes(
+    bundle: Bundle, *, threads: int | None, with_drafter: bool, provider: Provider = Provider.CPU
+) -> tuple[TargetPasses, DraftPasses | None]:
+    """The passes of a bundle's target and of its drafter.
+
+    Args:
+        bundle: an opened bundle in a precision that this backend runs (`domino_deploy.backends`).
+        threads: threads inside an operator; None for one per physical core.
+        with_drafter: False leaves the drafter's graphs unread.
+        provider: what ONNX Runtime computes on.
+
+    Raises:
+        BundleError: ONNX Runtime refuses a graph.
+        MissingDependencyError: ONNX Runtime lacks the provider, or cannot start it.
+    """
     path, config, form = bundle.path, bundle.drafter, bundle.form
     least_rows = _LEAST_ROWS if bundle.precision.is_quantised else 1
     # Without a drafter too: plain decoding is to run the very graphs that speculative decoding does.
     lm_head = LmHead(path / LM_HEAD_GRAPH, bundle.target, form, threads, provider) if bundle.has_lm_head_apart else None
     target_file, backbone_file = (TARGET_TRUNK_GRAPH, BACKBONE_TRUNK_GRAPH) if lm_head else (TARGET_GRAPH, BACKBONE_GRAPH)
-    target = OrtTarget(path / target_file, bundle.target, config.feature_size, capacity, threads, form, least_rows, lm_head, provider)
+    target = TargetPasses(path / target_file, bundle.target, config.feature_size, threads, form, least_rows, lm_head, provider)
     if not with_drafter:
         return target, None
-    return target, OrtDrafter(path / backbone_file, path / HEAD_GRAPH, config, capacity, threads, form, lm_head, provider)
-
-
-class LmHead:
-    """The target's LM head in a session of its own, for target and drafter: ONNX Runtime packs weights once per session.
-
-    Args:
-        graph_file: `lm_head.onnx`.
-        config: the target's shape.
-        form: of the graphs.
-        threads: threads inside an operator; None for one per physical core.
-        provider: what computes it.
-
-    Raises:
-        BundleError: ONNX Runtime refuses the graph.
-    """
-
-    def __init__(
-        self,
-        graph_file: Path,
-        config: TargetConfig,
-        form: GraphForm = DEFAULT_FORM,
-        threads: int | None = None,
-        provider: Provider = Provider.CPU,
-    ) -> None:
-        self._graph = BoundGraph(graph_file, lm_head_signature(config, form), threads, provider)
-        self._vocab_size = config.vocab_size
-
-    def for_one(self) -> Callable[[Array], FloatArray]:
-        """The function hidden [B, N, M] -> logits [B, N, V] for one of its users, with memory of its own for the logits."""
-        graph = self._graph.sharing_session()
-
-        def logits_of(hidden: Array) -> FloatArray:
-            graph.bind_input(HIDDEN, hidden)
-            logits = graph.output(LOGITS, (*hidden.shape[:2], self._vocab_size))
-            graph.run()
-            return logits
-
-        return logits_of
+    return target, DraftPasses(path / backbone_file, path / HEAD_GRAPH, config, threads, form, lm_head, provider)
 
 
 class OrtTarget:
     """A target for one sequence.
 
     Args:
-        graph_file: `target.onnx`, or `target_trunk.onnx` with an LM head.
-        config: the target's shape.
-        feature_size: width of its tapped features.
+        passes: of its graph.
         capacity: rows its cache can hold at most.
-        threads: threads inside an operator; None for one per physical core.
-        form: of the graphs.
-        least_rows: rows of a pass at least; a shorter one is filled up with rows that nothing sees.
-        lm_head: what makes logits of the trunk's hidden states.
-        provider: what computes the graph.
-
-    Raises:
-        BundleError: ONNX Runtime refuses the graph.
+        provider: what computes it.
     """
 
-    def __init__(
-        self,
-        graph_file: Path,
-        config: TargetConfig,
-        feature_size: int,
-        capacity: int,
-        threads: int | None = None,
-        form: GraphForm = DEFAULT_FORM,
-        least_rows: int = 1,
-        lm_head: LmHead | None = None,
-        provider: Provider = Provider.CPU,
-    ) -> None:
-        self._config = config
-        self._feature_size = feature_size
-        signature = target_signature if lm_head is None else target_trunk_signature
-        self._graph = BoundGraph(graph_file, signature(config, feature_size, form), threads, provider)
-        self._logits_of = None if lm_head is None else lm_head.for_one()
+    def __init__(self, passes: TargetPasses, capacity: int, provider: Provider = Provider.CPU) -> None:
+        self._passes = passes
         self._rows = CacheRows(capacity, growth_rows(capacity, provider))
-        self._least_rows = least_rows
 
     @property
     def vocab_size(self) -> int:
-        return self._config.vocab_size
+        return self._passes.vocab_size
 
     @property
     def capacity(self) -> int:
@@ -174,29 +108,16 @@ class OrtTarget:
 
     def reset(self) -> None:
         self._rows.reset()
-        self._graph.release_caches()
+        self._passes.graph.release_caches()
 
     def forward(self, token_ids: Sequence[int] | IntArray, num_logits: int) -> TargetRows:
         """See `protocols.Target`."""
-        start, wanted, graph = self._rows.length, len(token_ids), self._graph
+        start, wanted = self._rows.length, len(token_ids)
         self._rows.reserve(wanted)
-        rows, logit_rows = max(wanted, self._least_rows), max(num_logits, self._least_rows)
-        slots = graph.grow_caches(max(self._rows.slots(start + wanted), start + rows))
-        ids = graph.input(INPUT_IDS, (1, rows))[0]
-        ids[:wanted], ids[wanted:] = token_ids, token_ids[-1]
-        graph.input(POSITION_IDS, (1, rows))[0] = np.arange(start, start + rows)
-        causal_mask(start, graph.input(ATTENTION_MASK, (1, 1, rows, slots))[0, 0])
-        graph.input(WRITE_INDEX, (1,))[0] = start
-        graph.input(LOGIT_INDEX, (1, logit_rows))[0] = np.arange(wanted - num_logits, wanted - num_logits + logit_rows).clip(max=wanted - 1)
-        features = graph.output(FEATURES, (1, rows, self._feature_size))
-        if self._logits_of is None:
-            logits = graph.output(LOGITS, (1, logit_rows, self._config.vocab_size))
-            graph.run()
-        else:
-            hidden = graph.output(HIDDEN, (1, logit_rows, self._config.hidden_size))
-            graph.run()
-            logits = self._logits_of(hidden)
-        return TargetRows(logits=logits[0, :num_logits], features=features[0, :wanted])
+        pieces = [TargetPiece(token_ids=token_ids, start=start, num_logits=num_logits)]
+        slots = self._passes.graph.grow_caches(max(self._rows.slots(start + wanted), start + self._passes.rows_for(pieces)))
+        (found,) = self._passes.run(pieces, slots)
+        return TargetRows(logits=found.logits, features=found.features)
 
     def commit(self, rows: int) -> None:
         self._rows.commit(rows)
@@ -206,88 +127,41 @@ class OrtDrafter:
     """A Domino or DFlash drafter for one sequence.
 
     Args:
-        backbone_file: `backbone.onnx`, or `backbone_trunk.onnx` with an LM head.
-        head_file: `head.onnx`.
-        config: the drafter's shape.
+        passes: of its graphs.
         capacity: tokens of the longest sequence to draft for.
-        threads, form, lm_head, provider: as for `OrtTarget`.
-
-    Raises:
-        BundleError: ONNX Runtime refuses a graph.
+        provider: what computes them.
     """
 
-    def __init__(
-        self,
-        backbone_file: Path,
-        head_file: Path,
-        config: DrafterConfig,
-        capacity: int,
-        threads: int | None = None,
-        form: GraphForm = DEFAULT_FORM,
-        lm_head: LmHead | None = None,
-        provider: Provider = Provider.CPU,
-    ) -> None:
-        self._config = config
-        signature = backbone_signature if lm_head is None else backbone_trunk_signature
-        self._backbone = BoundGraph(backbone_file, signature(config, form), threads, provider)
-        self._logits_of = None if lm_head is None else lm_head.for_one()
-        self._head = BoundGraph(head_file, head_signature(config, form), threads, provider)
-        self._is_pooled = config.kind is DrafterKind.DOMINO and form.candidate_pool > 0
-        self._vocab_size = form.draft_vocab_size or config.vocab_size
-        self._rows = CacheRows(capacity + config.block_size, growth_rows(capacity + config.block_size, provider))
+    def __init__(self, passes: DraftPasses, capacity: int, provider: Provider = Provider.CPU) -> None:
+        self._passes = passes
+        most = capacity + passes.config.block_size
+        self._rows = CacheRows(most, growth_rows(most, provider))
 
     @property
     def max_proposals(self) -> int:
-        return self._config.num_proposals
+        return self._passes.config.num_proposals
 
     def reset(self) -> None:
         self._rows.reset()
-        self._backbone.release_caches()
+        self._passes.graph.release_caches()
 
     def propose(self, token_ids: Sequence[int], features: FloatArray, count: int) -> Proposal:
         """See `protocols.Drafter`."""
-        started = perf_counter()
-        hidden, base_logits = self._run_backbone(token_ids, features, count)
+        started, passes, rows = perf_counter(), self._passes, self._rows
+        rows.expect_features(len(features), len(token_ids))
+        block = passes.config.block_size
+        rows.reserve(len(features) + block)
+        slots = passes.graph.grow_caches(rows.slots(len(token_ids) - 1 + block))
+        piece = DraftPiece(features=features, start=rows.length, anchor=token_ids[-1])
+        hidden = passes.run_backbone([piece], slots)[:, :count]
+        base_logits = passes.base_logits(hidden)
+        rows.commit(len(features))  # the features are part of the cache now, the block is not
         drafted_at = perf_counter()
-        head = self._head
-        if self._config.kind is DrafterKind.DOMINO:
-            head.input(ANCHOR_IDS, (1,))[0] = token_ids[-1]
-            head.bind_input(HIDDEN, hidden)
-        head.bind_input(BASE_LOGITS, base_logits)
-        drafts = head.output(DRAFT_IDS, (1, count))
-        uncertified = head.output(UNCERTIFIED, (1,)) if self._is_pooled else None
-        head.run()
-        head_ms = (perf_counter() - drafted_at) * 1e3
+        drafts = passes.run_head([piece.anchor], hidden, base_logits)
         return Proposal(
-            token_ids=drafts[0].copy(),
+            token_ids=drafts.token_ids[0].copy(),
             draft_ms=(drafted_at - started) * 1e3,
-            head_ms=head_ms,
-            pooled=max(0, count - self._config.pure_draft_prefix_len) if self._is_pooled else 0,
-            uncertified=0 if uncertified is None else int(uncertified[0]),
+            head_ms=(perf_counter() - drafted_at) * 1e3,
+            pooled=passes.pooled(count),
+            uncertified=0 if drafts.uncertified is None else int(drafts.uncertified[0]),
         )
-
-    def _run_backbone(self, token_ids: Sequence[int], features: FloatArray, count: int) -> tuple[FloatArray, FloatArray]:
-        """Hidden states [1, count, M] and base logits [1, count, V]; the features become part of the cache, the block does not."""
-        config, graph = self._config, self._backbone
-        self._rows.expect_features(len(features), len(token_ids))
-        start, context, block = self._rows.length, len(token_ids) - 1, config.block_size
-        self._rows.reserve(len(features) + block)
-        slots = graph.grow_caches(self._rows.slots(context + block))
-        block_ids = graph.input(BLOCK_IDS, (1, block))
-        block_ids[0] = config.mask_token_id
-        block_ids[0, 0] = token_ids[-1]
-        graph.bind_input(FEATURES, np.ascontiguousarray(features)[None])
-        graph.input(POSITION_IDS, (1, len(features) + block))[0] = np.arange(start, context + block)
-        block_mask(context, graph.input(ATTENTION_MASK, (1, 1, block, slots))[0, 0])
-        if config.sliding_window is not None and config.has_sliding_layers:
-            sliding_block_mask(context, config.sliding_window, graph.input(SLIDING_MASK, (1, 1, block, slots))[0, 0])
-        graph.input(WRITE_INDEX, (1,))[0] = start
-        hidden = graph.output(HIDDEN, (1, config.num_proposals, config.hidden_size))
-        if self._logits_of is None:
-            base_logits = graph.output(BASE_LOGITS, (1, config.num_proposals, self._vocab_size))[:, :count]
-            graph.run()
-        else:
-            graph.run()
-            base_logits = self._logits_of(hidden[:, :count])
-        self._rows.commit(len(features))
-        return hidden[:, :count], base_logits

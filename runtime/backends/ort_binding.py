@@ -71,9 +71,38 @@ class BoundGraph:
         """The memory of an output, filled by `run`."""
         return self._memory(name, shape, self._binding.bind_output)
 
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """The dtype of an input or output."""
+        return self._dtypes[name]
+
     def bind_input(self, name: str, array: Array) -> None:
         """Read an input from an array of the caller's (contiguous, of the signature's dtype); it is kept alive until the next one."""
         self._bind(name, array, self._binding.bind_input)
+
+    @property
+    def cache_shapes(self) -> dict[str, tuple[int, int, np.dtype[Any]]]:
+        """Every cache's heads, width and dtype."""
+        return {name: (heads, width, self._dtypes[name]) for name, (heads, width) in self._heads_and_width.items()}
+
+    def bind_cache(self, name: str, cache: Array) -> None:
+        """Bind a cache and its update to one memory [batch, heads, cache slots, width], contiguous; kept alive until the next one."""
+        if self._cache_device is None:
+            self._caches[name] = cache
+            self._bind(name, cache, self._binding.bind_input)
+            self._bind(updated(name), cache, self._binding.bind_output)
+        else:
+            value = onnxruntime.OrtValue.ortvalue_from_numpy(cache, self._cache_device, 0)
+            self._device_caches[name] = value
+            self._binding.bind_ortvalue_input(name, value)
+            self._binding.bind_ortvalue_output(updated(name), value)
+
+    def unbind_caches(self) -> None:
+        """Let go of the caches' memory; others must be bound before the next pass."""
+        for name in self._heads_and_width:
+            for memory in (self._caches, self._bound, self._device_caches):
+                memory.pop(name, None)
+            self._bound.pop(updated(name), None)
+        self._slots = 0
 
     def grow_caches(self, slots: int) -> int:
         """Make the caches at least `slots` long, rows kept; returns their length."""
@@ -83,7 +112,7 @@ class BoundGraph:
                 cache = np.zeros((1, heads, slots, width), self._dtypes[name])
                 if self._slots:
                     cache[:, :, : self._slots] = self._cached(name)
-                self._bind_cache(name, cache)
+                self.bind_cache(name, cache)
             self._slots = slots
         return self._slots
 
@@ -105,18 +134,6 @@ class BoundGraph:
         value = self._device_caches.get(name)
         content: Array = self._caches[name] if value is None else value.numpy()
         return content
-
-    def _bind_cache(self, name: str, cache: Array) -> None:
-        """Bind a cache and its update to one memory."""
-        if self._cache_device is None:
-            self._caches[name] = cache
-            self._bind(name, cache, self._binding.bind_input)
-            self._bind(updated(name), cache, self._binding.bind_output)
-        else:
-            value = onnxruntime.OrtValue.ortvalue_from_numpy(cache, self._cache_device, 0)
-            self._device_caches[name] = value
-            self._binding.bind_ortvalue_input(name, value)
-            self._binding.bind_ortvalue_output(updated(name), value)
 
     def _memory(self, name: str, shape: tuple[int, ...], bind: Bind) -> Array:
         array = self._bound.get(name)

@@ -1,0 +1,43 @@
+"""How an engine shares its time and memory; where its models come from is said to `Engine.open`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from domino_deploy.errors import RequestError, listed
+from domino_deploy.runtime.sampling import is_integer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What an operator may choose.
+
+    Args:
+        max_sequences: requests that run at a time; each has caches of its own.
+        max_queued: requests that wait for a slot at most; others are refused.
+        prefill_rows: tokens of a prompt that run between two cycles of the others at most.
+        num_speculative_tokens: tokens to draft per cycle at most; None for the bundle's number.
+        adaptive: draft fewer, or none, where that is faster.
+    """
+
+    max_sequences: int = 8
+    max_queued: int = 64
+    prefill_rows: int = 128
+    num_speculative_tokens: int | None = None
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, least in (("max_sequences", 1), ("max_queued", 0), ("prefill_rows", 1)):
+            value = getattr(self, name)
+            if not is_integer(value) or value < least:
+                problems.append(f"{name} must be an integer, at least {least}, found {value!r}")
+        count = self.num_speculative_tokens
+        if count is not None and (not is_integer(count) or count < 0):
+            problems.append(f"num_speculative_tokens must be an integer, 0 (plain decoding) or above, found {count!r}")
+        if not isinstance(self.adaptive, bool):
+            problems.append(f"adaptive must be True or False, found {self.adaptive!r}")
+        if problems:
+            raise RequestError(
+                listed(f"Engine: {len(problems)} value(s) out of range", problems, "Correct them and open the engine again.")
+            )

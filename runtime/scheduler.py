@@ -1,0 +1,278 @@
+"""Continuous batching: requests join and leave between cycles, prompts run in pieces, one batched cycle serves all that decode.
+
+One `step` is: drop who left or ran out of time, admit into free slots, run one piece of one prompt, run one cycle.  Synchronous, for one
+thread; `engine.py` runs it.  Every request gets the tokens that its single run would give it, whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import monotonic
+
+from domino_deploy.runtime.constraints import Matcher
+from domino_deploy.runtime.controller import SpeculationController
+from domino_deploy.runtime.prefix_cache import LEAST_REUSED_ROWS, PrefixCache
+from domino_deploy.runtime.protocols import SlotPair, Step, TermsMs
+from domino_deploy.runtime.requests import ABORT, ERROR, CycleRecord, EngineSnapshot, Observer, Output, Request, RequestStatistics
+from domino_deploy.runtime.scheduled_request import ScheduledRequest, SchedulerLimits
+
+logger = logging.getLogger(__name__)
+
+# Weight of the latest request in the mean time that one is served.
+_SERVICE_WEIGHT = 0.1
+# Cycles that the reported acceptance length is the mean of: some seconds of a busy engine.
+_RECENT_CYCLES = 100
+
+
+class Scheduler:
+    """Runs requests over the slots of a pair.
+
+    Args:
+        pair: its slots, all empty.
+        decode: text of tokens.
+        controller: chooses how many tokens a cycle drafts.
+        limits: what a request may have.
+        prefill_rows: rows of a prompt that run between two cycles at most, where the pair can be given pieces.
+        least_reused_rows: rows of a known beginning that are worth a copy.
+        observer: told what happens.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        pair: SlotPair,
+        decode: Callable[[Sequence[int]], str],
+        controller: SpeculationController,
+        limits: SchedulerLimits,
+        *,
+        prefill_rows: int,
+        least_reused_rows: int = LEAST_REUSED_ROWS,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._pair = pair
+        self._decode = decode
+        self._controller = controller
+        self._limits = limits
+        self._prefill_rows = None if pair.max_prefill_rows is None else min(prefill_rows, pair.max_prefill_rows)
+        self._cache = PrefixCache(pair, least_rows=least_reused_rows)
+        self._observer = observer
+        self._clock = clock
+        self._requests: dict[str, ScheduledRequest] = {}  # all of them, in order of arrival
+        self._waiting: deque[ScheduledRequest] = deque()
+        self._prefilling: deque[ScheduledRequest] = deque()
+        self._decoding: list[ScheduledRequest] = []
+        self._width: int | None = None
+        self._reason: str | None = None
+        self._service_seconds: float | None = None
+        self._recent: deque[CycleRecord] = deque(maxlen=_RECENT_CYCLES)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def snapshot(self) -> EngineSnapshot:
+        """How it stands now."""
+        running = [*self._prefilling, *self._decoding]
+        drafts = sum(record.drafts for record in self._recent)
+        return EngineSnapshot(
+            running=len(running),
+            waiting=len(self._waiting),
+            used_rows=sum(self._pair.rows(request.slot).target for request in running if request.slot is not None),
+            total_rows=self._pair.num_slots * self._pair.capacity,
+            width=self._width,
+            acceptance_length=1 + sum(record.accepted for record in self._recent) / drafts if drafts else None,
+        )
+
+    def seconds_between_ends(self) -> float | None:
+        """How often a request ends while all slots are in use, by those that ended lately; None before any."""
+        return None if self._service_seconds is None else self._service_seconds / self._pair.num_slots
+
+    def prepared(self, request: Request, *, matcher: Matcher | None = None) -> ScheduledRequest:
+        """A request that has arrived now, ready to be queued; any thread may call this.
+
+        Args:
+            matcher: of its constraint.
+        """
+        return ScheduledRequest(request, arrived=self._clock(), limits=self._limits, decode=self._decode, matcher=matcher)
+
+    def submit(self, scheduled: ScheduledRequest) -> None:
+        """Queue a prepared request; no other with its id may be there."""
+        assert scheduled.request.request_id not in self._requests, "who makes the ids keeps them apart"
+        self._requests[scheduled.request.request_id] = scheduled
+        self._waiting.append(scheduled)
+        if self._observer is not None:
+            self._observer.queued(scheduled.request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request in the next step; one that is finished already, or unknown, is none to end."""
+        if request_id in self._requests:
+            self._requests[request_id].is_cancelled = True
+
+    def end_all(self, finish_reason: str, error: Exception | None = None) -> None:
+        """End every request, without another pass."""
+        for request in list(self._requests.values()):
+            self._end(request, finish_reason, error)
+
+    def step(self) -> None:
+        """One iteration.  An error of one request ends that one; those of the pair pass through, and then nothing can go on."""
+        self._drop()
+        self._admit()
+        if self._prefilling:
+            self._run_piece(self._prefilling.popleft())
+        if self._decoding:
+            self._run_cycle()
+
+    def _drop(self) -> None:
+        """End the requests that were cancelled or whose time is over, wherever they are."""
+        now = self._clock()
+        for request in list(self._requests.values()):
+            late = request.overdue(now)
+            if request.is_cancelled or late is not None:
+                self._end(request, ABORT, late)
+
+    def _admit(self) -> None:
+        """The oldest first; which slot serves one is decided when its prompt's turn comes, when more may be in the caches."""
+        while self._waiting and len(self._prefilling) + len(self._decoding) < self._pair.num_slots:
+            request = self._waiting.popleft()
+            request.admit(self._clock())
+            self._prefilling.append(request)
+
+    def _run_piece(self, request: ScheduledRequest) -> None:
+        """Run one piece of a prompt; prompts take turns, so that a short one need not wait for all of a long one."""
+        slot = self._place(request)
+        held = self._pair.rows(slot).target
+        piece = request.tokens[held : None if self._prefill_rows is None else held + self._prefill_rows]
+        is_last = held + len(piece) == len(request.tokens)
+        started = self._clock()
+        logits = self._pair.prefill(slot, piece, num_logits=len(piece) if request.reads_prompt else 1, with_drafter=request.with_drafter)
+        now = self._clock()
+        if self._observer is not None:
+            self._observer.prefilled(len(piece), now - started)
+        try:
+            output = request.take_piece(logits, milliseconds=(now - started) * 1e3, is_last=is_last, now=now)
+        except Exception as error:
+            self._fail(request, error)
+            return
+        if output is None:
+            self._prefilling.append(request)
+        else:
+            self._decoding.append(request)
+            self._deliver(request, output)
+
+    def _place(self, request: ScheduledRequest) -> int:
+        """The slot of a request, with as many rows of its prompt as are to be had without running them."""
+        if request.slot is None:
+            used = {other.slot for other in (*self._prefilling, *self._decoding)}
+            free = [slot for slot in range(self._pair.num_slots) if slot not in used]
+            request.slot, rows = self._cache.start(
+                request.tokens, free, with_drafter=request.with_drafter, may_reuse=not request.reads_prompt
+            )
+        else:
+            rows = 0 if request.reads_prompt else self._cache.catch_up(request.slot, with_drafter=request.with_drafter)
+        request.cached_tokens += rows
+        return request.slot
+
+    def _run_cycle(self) -> None:
+        """Draft, verify and accept for all that decode."""
+        requests, started = self._decoding, self._clock()
+        width = self._choose_width(requests)
+        batch = self._pair.cycle([request.cycle(width) for request in requests])
+        outputs: list[Output | Exception] = []
+        for request, verified in zip(requests, batch.sequences, strict=True):
+            try:
+                outputs.append(request.take_cycle(verified))
+            except Exception as error:  # of this request alone: its logits, its constraint
+                outputs.append(error)
+        # Rows in the caches are those of the anchor and of all kept tokens but the last, the next anchor.
+        steps = [output.step if isinstance(output, Output) else None for output in outputs]
+        self._pair.commit([0 if step is None else len(step.token_ids) for step in steps])
+        terms = batch.terms_ms.within((self._clock() - started) * 1e3)
+        self._record(cycle_record([step for step in steps if step is not None], batch=len(requests), width=width, terms_ms=terms))
+        for request, output, step in zip(list(requests), outputs, steps, strict=True):
+            if isinstance(output, Exception):
+                self._fail(request, output)
+            elif step is not None:
+                self._deliver(request, replace(output, step=replace(step, terms_ms=terms)))
+
+    def _choose_width(self, requests: Sequence[ScheduledRequest]) -> int:
+        """Ask the controller for the coming cycle's width; who cannot use a draft is as good as plain."""
+        histories = []
+        for request in requests:
+            request.history.limit = request.num_drafts(self._limits.max_drafts)
+            if request.history.limit > 0:
+                histories.append(request.history)
+        if not histories:
+            return 0  # nobody's choice, and not worth telling
+        width = self._controller.width(histories, plain_sequences=len(requests) - len(histories))
+        reason = self._controller.last_reason
+        if self._observer is not None and (width, reason) != (self._width, self._reason):
+            self._observer.width_chosen(width, reason)
+        self._width, self._reason = width, reason
+        return width
+
+    def _record(self, record: CycleRecord) -> None:
+        self._controller.observe(record)
+        self._recent.append(record)
+        if self._observer is not None:
+            self._observer.cycled(record)
+
+    def _deliver(self, request: ScheduledRequest, output: Output) -> None:
+        """Hand an output out; with the last one, the request leaves and its slot is free."""
+        now = self._clock()
+        if output.finish_reason is not None:
+            output = replace(output, statistics=request.statistics(now))
+            self._remove(request)
+        if self._observer is not None and output.tokens:
+            self._observer.delivered(request.request, len(output.tokens), request.since_last_delivery(now))
+        # Counted before it is told: who has the whole answer finds it in the metrics.
+        if output.finish_reason is not None and output.statistics is not None:
+            self._note_end(request.request, output.finish_reason, output.statistics)
+        try:
+            request.request.deliver(output)
+        except Exception:  # who asked is gone, and cannot be told
+            logger.exception("request %s: its output could not be delivered; it is cancelled", request.request.request_id)
+            request.is_cancelled = True
+
+    def _end(self, request: ScheduledRequest, finish_reason: str, error: Exception | None) -> None:
+        self._deliver(request, request.ended(finish_reason, error))
+
+    def _fail(self, request: ScheduledRequest, error: Exception) -> None:
+        logger.error("request %s failed", request.request.request_id, exc_info=error)
+        self._end(request, ERROR, error)
+
+    def _remove(self, request: ScheduledRequest) -> None:
+        """Take a request out, wherever it is."""
+        del self._requests[request.request.request_id]
+        for place in (self._waiting, self._prefilling, self._decoding):
+            if request in place:
+                place.remove(request)
+        if request.slot is not None:
+            self._cache.touch(request.slot)
+
+    def _note_end(self, request: Request, finish_reason: str, statistics: RequestStatistics) -> None:
+        served = statistics.total_seconds - statistics.queue_seconds
+        before = served if self._service_seconds is None else self._service_seconds
+        self._service_seconds = before + _SERVICE_WEIGHT * (served - before)
+        if self._observer is not None:
+            self._observer.finished(request, finish_reason, statistics)
+
+
+def cycle_record(steps: Sequence[Step], *, batch: int, width: int, terms_ms: TermsMs) -> CycleRecord:
+    """The sum of what the sequences of a cycle made of it; those that failed have no step."""
+    drafted = [step for step in steps if step.proposed]
+    return CycleRecord(
+        batch=batch,
+        width=width,
+        drafts=len(drafted),
+        proposed=sum(step.proposed for step in drafted),
+        accepted=sum(step.accepted for step in drafted),
+        accepted_per_position=tuple(
+            sum(step.accepted > position for step in drafted) for position in range(max((step.proposed for step in drafted), default=0))
+        ),
+        tokens=sum(len(step.token_ids) for step in steps),
+        terms_ms=terms_ms,
+    )
