@@ -1,15 +1,16 @@
-"""`domino-deploy generate`: one prompt, streamed to stdout; what it cost, on stderr."""
+"""`domino-deploy generate`: one prompt, or a conversation, streamed to stdout; what it cost, on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from domino_deploy.cli.backend_flags import backend_flags
+from domino_deploy.cli.closing_line import closing_line
 from domino_deploy.cli.console import as_utf8, from_utf8, progress
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.protocols import Step
@@ -30,6 +31,7 @@ _GENERATION = GenerationParams()
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--prompt", help="The prompt; without it, standard input is read.")
+@click.option("--chat", is_flag=True, help="A conversation: every line of standard input is a message; /help lists commands.")
 @click.option("--raw", is_flag=True, help="Take the prompt as it is, without the chat template.")
 @click.option("--system", help="System message for the chat template.")
 @click.option("--max-new-tokens", type=int, default=_GENERATION.max_new_tokens, help="Longest answer, tokens.")
@@ -69,6 +71,7 @@ def generate(
     *,
     bundle: Path,
     prompt: str | None,
+    chat: bool,
     raw: bool,
     system: str | None,
     max_new_tokens: int,
@@ -86,11 +89,14 @@ def generate(
     max_model_len: int | None,
     threads: int | None,
 ) -> None:
-    """Generate text from a prompt, streamed.
+    """Generate text from a prompt, streamed, or hold a conversation (--chat).
 
     The text is token for token what the target alone would give; speculation only makes it faster. With --temperature,
     a --seed makes it repeatable.
     """
+    if chat and (raw or prompt is not None):
+        found = "--raw" if raw else "--prompt"
+        raise click.UsageError(f"Expected --chat with messages on standard input and the chat template, found {found} too. Drop one.")
     if raw and system is not None:
         raise click.UsageError("Expected --system only with the chat template, found it with --raw. Drop one of the two.")
     if no_speculation and ctx.get_parameter_source("drafter") is not click.core.ParameterSource.DEFAULT:
@@ -103,20 +109,26 @@ def generate(
         stop_strings=stop,
         num_speculative_tokens=num_speculative_tokens,
     )
-    text = _prompt_text(prompt)
+    system = None if system is None else as_utf8(system, "--system")
     choice = DrafterChoice.NONE if no_speculation else DrafterChoice(drafter)
+    opening: dict[str, Any] = {
+        "backend": Backend(backend),
+        "provider": Provider(provider),
+        "drafter": choice,
+        "max_model_len": max_model_len,
+        "threads": threads,
+    }
+    if chat:
+        from domino_deploy.cli.chat import hold_chat  # the engine, which one prompt does without
+
+        hold_chat(ctx, bundle, opening, params, system)
+        return
+    text = _prompt_text(prompt)
     with progress(ctx) as step:
         step(f"Opening {bundle}")
-        session = Session.open(
-            bundle,
-            backend=Backend(backend),
-            provider=Provider(provider),
-            drafter=choice,
-            max_model_len=max_model_len,
-            threads=threads,
-        )
+        session = Session.open(bundle, **opening)
     with session:
-        prompt_ids = session.prompt_ids(text, chat=not raw, system=None if system is None else as_utf8(system, "--system"))
+        prompt_ids = session.prompt_ids(text, chat=not raw, system=system)
         steps: list[Step] = []
         started = prefilled = time.perf_counter()
         for chunk in session.generate(prompt_ids, params):
@@ -126,7 +138,7 @@ def generate(
                 prefilled = time.perf_counter()
         ended = time.perf_counter()
     click.echo()
-    click.echo(_closing_line(steps, prefill_seconds=prefilled - started, decode_seconds=ended - prefilled), err=True)
+    click.echo(closing_line(steps, prefill_seconds=prefilled - started, decode_seconds=ended - prefilled), err=True)
 
 
 def _prompt_text(prompt: str | None) -> str:
@@ -139,21 +151,3 @@ def _prompt_text(prompt: str | None) -> str:
     if not prompt.strip():
         raise RequestError("Expected a prompt, found only white space. Give --prompt TEXT, or pipe the text in.")
     return prompt
-
-
-def _closing_line(steps: Sequence[Step], *, prefill_seconds: float, decode_seconds: float) -> str:
-    """What the answer took and what speculation did; rate and tau leave the prefill out, as in `bench/measure.py`."""
-    line = f"{sum(len(step.token_ids) for step in steps)} tokens; prefill {prefill_seconds * 1e3:.0f} ms"
-    cycles = steps[1:]
-    if cycles:
-        decoded = sum(len(step.token_ids) for step in cycles)
-        line += f", then {decoded / decode_seconds:.1f} tok/s"
-        proposed = sum(step.proposed for step in cycles)
-        if proposed:
-            accepted = sum(step.accepted for step in cycles)
-            line += f"; tau {decoded / len(cycles):.2f}, {accepted / proposed:.0%} of {proposed} drafted tokens accepted"
-        pooled = sum(step.pooled for step in cycles)
-        if pooled:
-            uncertified = sum(step.uncertified for step in cycles)
-            line += f"; {uncertified / pooled:.1%} of {pooled} corrections not certified by the candidate pool"
-    return line
