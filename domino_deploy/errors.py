@@ -9,6 +9,9 @@
     ├── VerificationError   an exported graph whose numbers are not PyTorch's
     ├── CapacityError       a prompt or a request that the caches cannot hold
     ├── RequestError        a prompt, a sampling value or a stop condition
+    ├── QueueFullError      an engine that has as many requests waiting as it may
+    ├── DrainingError       an engine that takes no more requests
+    ├── MeasurementError    a server to be measured that gives no answers
     ├── TrainingError       training data or a training run
     └── MissingDependencyError   an optional package; the message names the extra
 
@@ -67,6 +70,22 @@ class RequestError(DominoDeployError):
     """A value of the request is out of range."""
 
     exit_code = 2
+
+
+class QueueFullError(DominoDeployError):
+    """As many requests wait as may; `retry_after_seconds` is when another try may find room."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class DrainingError(DominoDeployError):
+    """The engine takes no more requests: it is not started, shutting down, or has failed."""
+
+
+class MeasurementError(DominoDeployError):
+    """A server that was to be measured cannot be asked, or answers no request."""
 
 
 class TrainingError(DominoDeployError):

@@ -23,8 +23,9 @@ from domino_deploy.exporters.verify_reference import Reference
 from domino_deploy.exporters.verify_tolerances import Tolerance, Tolerances
 from domino_deploy.precision import Dtype
 from domino_deploy.runtime.backends.eager import EagerDrafter, EagerTarget
-from domino_deploy.runtime.decode import GenerationParams, generate
+from domino_deploy.runtime.decode import generate
 from domino_deploy.runtime.protocols import Drafter, FloatArray, Proposal, Step
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.session import Session
 from domino_deploy.signature import BASE_LOGITS, LOGITS
 

@@ -19,12 +19,12 @@ from domino_deploy.runtime.requests import CycleRecord
 _OWN_DECAY = 0.97
 _COMMON_DECAY = 0.99
 # Cycles that the expectation weighs against what was seen.
-_OWN_PRIOR_WEIGHT = 4.0
+_OWN_PRIOR_WEIGHT = 8.0
 _COMMON_PRIOR_WEIGHT = 8.0
 # Before anything was seen: good enough that drafting is tried.
 _FIRST_CHANCE = 0.7
 # Another width must promise this much more than the present one, so that noise does not change it every cycle.
-_BETTER_BY = 1.02
+_BETTER_BY = 1.03
 # A probe is so many cycles: enough samples for a cost's median.
 _PROBE_CYCLES = 3
 # Time that probes may cost, as a share of all; it shrinks to a quarter while they keep finding nothing.

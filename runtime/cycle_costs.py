@@ -8,8 +8,9 @@ from statistics import median
 
 from domino_deploy.runtime.protocols import TermsMs
 
-# Samples behind a measured cost: a median of five outvotes two stalled cycles, and follows a change within three.
-_SAMPLES = 5
+# Samples behind a measured cost. On a busy machine cycles vary by a quarter: with a median of five, luck chose widths that cost 4 % of
+# the throughput, with fifteen 2 % (tests/support/speculation_simulation.py with a demo pair's costs); a change is followed within eight.
+_SAMPLES = 15
 _FEWEST_SAMPLES = 3
 # Cycles behind the level: the machine's speed and the sequences' lengths change over seconds, a cycle is some tens of milliseconds.
 _LEVEL_SAMPLES = 31

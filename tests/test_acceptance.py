@@ -11,7 +11,8 @@ import pytest
 from scipy import stats
 
 from domino_deploy.runtime.acceptance import accept
-from domino_deploy.runtime.decode import GenerationParams, generate
+from domino_deploy.runtime.decode import generate
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.sampling import SamplingParams, distribution, inverse_cdf
 from tests.support.doubles import MatchedDrafter, RandomDrafter, ToyDrafter, ToyTarget, toy_logits
 

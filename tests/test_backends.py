@@ -18,10 +18,12 @@ from domino_deploy.errors import BundleError, CapacityError
 from domino_deploy.model.loading import load_drafter, load_target
 from domino_deploy.model.spec_generate import propose, reference_target
 from domino_deploy.runtime.backends import eager, ort
-from domino_deploy.runtime.decode import PREFILL_ROWS, GenerationParams, generate
+from domino_deploy.runtime.backends.ort_passes import TargetPasses
+from domino_deploy.runtime.decode import PREFILL_ROWS, generate
 from domino_deploy.runtime.kv_cache import GROWTH_ROWS
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import Drafter, FloatArray, Proposal, Step, Target
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.sampling import SamplingParams
 from tests.support.checkpoints import write_drafter, write_target
 
@@ -225,7 +227,7 @@ def test_onnx_runtime_updates_caches_in_place_and_copies_none(tiny_bundle):
     target, _ = ort.open_pair(open_bundle(tiny_bundle), capacity=CAPACITY, threads=1)
     target.forward(prompt_of(10), 1)
     target.commit(10)
-    cache = target._graph._caches["key_cache.0"]
+    cache = target._passes.graph._caches["key_cache.0"]
     before = cache.copy()
     target.forward(prompt_of(3), 1)
     np.testing.assert_array_equal(cache[:, :, :10], before[:, :, :10])
@@ -252,7 +254,7 @@ def test_a_damaged_graph_is_named(tmp_path: Path, tiny_bundle):
     broken.write_bytes(b"not a graph")
     config = open_bundle(tiny_bundle)
     with pytest.raises(BundleError, match=r"target\.onnx.*Export the bundle again"):
-        ort.OrtTarget(broken, config.target, config.drafter.feature_size, CAPACITY)
+        TargetPasses(broken, config.target, config.drafter.feature_size)
 
 
 def test_a_graph_in_the_place_of_another_is_refused_when_opened(tiny_bundle):
@@ -260,14 +262,14 @@ def test_a_graph_in_the_place_of_another_is_refused_when_opened(tiny_bundle):
     with pytest.raises(
         BundleError, match=r"(?s)backbone\.onnx: the graph is not the one.*input input_ids: missing.*input block_ids: unknown"
     ):
-        ort.OrtTarget(tiny_bundle / "backbone.onnx", config.target, config.drafter.feature_size, CAPACITY)
+        TargetPasses(tiny_bundle / "backbone.onnx", config.target, config.drafter.feature_size)
 
 
 def test_a_graph_of_another_shape_is_refused_when_opened(tiny_bundle):
     config = open_bundle(tiny_bundle)
     other = replace(config.target, vocab_size=400)
     with pytest.raises(BundleError, match=r"output logits: expected float32 \['batch', 'logit_rows', 400\], found .*300"):
-        ort.OrtTarget(tiny_bundle / "target.onnx", other, config.drafter.feature_size, CAPACITY)
+        TargetPasses(tiny_bundle / "target.onnx", other, config.drafter.feature_size)
 
 
 def test_an_operator_that_fails_names_the_graph(tmp_path, tiny_bundle):
@@ -280,6 +282,6 @@ def test_an_operator_that_fails_names_the_graph(tmp_path, tiny_bundle):
     gather.input[list(gather.input).index("input_ids")] = "moved_ids"
     onnx.save(model, folder / "target.onnx")
     config = open_bundle(tiny_bundle)
-    target = ort.OrtTarget(folder / "target.onnx", config.target, config.drafter.feature_size, CAPACITY)
+    target = ort.OrtTarget(TargetPasses(folder / "target.onnx", config.target, config.drafter.feature_size), CAPACITY)
     with pytest.raises(BundleError, match=r"a graph that runs .*target\.onnx.*Export the bundle again"):
         target.forward([1, 2], 1)

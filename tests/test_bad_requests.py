@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from domino_deploy.errors import RequestError
-from domino_deploy.runtime.decode import GenerationParams, generate
+from domino_deploy.runtime.decode import generate
+from domino_deploy.runtime.requests import GenerationParams
+from domino_deploy.runtime.sampling import SamplingParams
 from tests.support.doubles import RandomDrafter, ToyTarget
 
 VOCAB = 8
@@ -35,6 +37,14 @@ def start(prompt, *, drafter=None, count=0, **params):
         ("stop_token_ids", (1.5,)),
         ("num_speculative_tokens", 1.5),
         ("sampling", None),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 1.5),
+        ("min_new_tokens", 257),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("prompt_logprobs", 2.0),
+        ("constraint", "json"),
     ],
 )
 def test_a_value_out_of_range_is_named(name, value):
@@ -67,6 +77,22 @@ def test_many_foreign_tokens_are_counted_not_listed():
 def test_a_stop_token_outside_the_vocabulary_is_named():
     with pytest.raises(RequestError, match=r"stop token ids must lie in \[0, 8\), found 8"):
         start([1], stop_token_ids=(8,))
+
+
+def test_a_bias_for_a_token_outside_the_vocabulary_is_named():
+    with pytest.raises(RequestError, match=r"token ids of logit_bias must lie in \[0, 8\), found 8, 9"):
+        start([1], sampling=SamplingParams(logit_bias={9: 1.0, 8: 1.0, 7: 1.0}))
+
+
+def test_logprobs_of_a_prompt_from_a_backend_without_them_are_refused():
+    class DeviceTarget(ToyTarget):
+        """Keeps the logits of a prompt to itself."""
+
+        def paired_with(self, drafter, *, needs_logits):
+            raise AssertionError("refused before it is asked")
+
+    with pytest.raises(RequestError, match="Leave prompt_logprobs out, or use the backend ort"):
+        generate(DeviceTarget(VOCAB), None, [1], GenerationParams(prompt_logprobs=0), num_speculative_tokens=0)
 
 
 def test_more_speculation_than_the_drafter_offers_is_refused():

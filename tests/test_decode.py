@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from domino_deploy.errors import CapacityError, VerificationError
 from domino_deploy.runtime import decode
-from domino_deploy.runtime.decode import GenerationParams, generate
+from domino_deploy.runtime.decode import generate
 from domino_deploy.runtime.protocols import Proposal, Step, TargetRows
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.sampling import Sampler, SamplingParams
 from tests.support.doubles import MatchedDrafter, RandomDrafter, ScriptedDrafter, ToyTarget, toy_logits
 

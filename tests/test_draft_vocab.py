@@ -25,8 +25,10 @@ from domino_deploy.model.draft_vocab import draft_vocab_of, selected
 from domino_deploy.model.loading import load_drafter, load_target
 from domino_deploy.precision import Dtype
 from domino_deploy.runtime.backends.ort import OrtDrafter, OrtTarget
-from domino_deploy.runtime.decode import GenerationParams, generate
+from domino_deploy.runtime.backends.ort_passes import DraftPasses, TargetPasses
+from domino_deploy.runtime.decode import generate
 from domino_deploy.runtime.protocols import Drafter, FloatArray, Proposal
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.signature import GraphForm
 from tests.support.checkpoints import write_drafter, write_target
 
@@ -259,8 +261,8 @@ def test_text_is_that_of_plain_decoding_and_drafts_are_of_the_selection(kind: st
     assert {name for name in tensors if name.startswith("draft_vocab")} <= used
     assert "drafter.embed_proj.2.weight" not in used
 
-    target = OrtTarget(tiny_bundle / "target.onnx", bundle.target, config.feature_size, 200, 1)
-    drafter = Recorded(OrtDrafter(tmp_path / BACKBONE_GRAPH, tmp_path / HEAD_GRAPH, config, 200, 1, form))
+    target = OrtTarget(TargetPasses(tiny_bundle / "target.onnx", bundle.target, config.feature_size, 1), 200)
+    drafter = Recorded(OrtDrafter(DraftPasses(tmp_path / BACKBONE_GRAPH, tmp_path / HEAD_GRAPH, config, 1, form), 200))
     vocab = draft_vocab_of(load_file(tmp_path / "vocab.safetensors"))
     reference = load_drafter(drafter_source), load_target(target_source)
     for seed in range(3):

@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": FILES | ENGINES | {"backends", "plugins", "model"},
     "training": FILES | {"plugins", "model", "runtime"},
     "bench": FILES | {"runtime", "training"},
+    "server": FILES | {"backends", "memory_plan", "resources", "runtime"},
     "stored_weights": FILES,
     "memory_plan": FILES | {"runtime", "stored_weights"},
     "requirements": set(),
@@ -63,10 +64,15 @@ HEAVY = {
     "transformers",
     "tokenizers",
     "jinja2",
+    "llguidance",
     "safetensors",
     "huggingface_hub",
 }
-NUMPY_ONLY = ("protocols", "acceptance", "sampling", "decode", "kv_cache", "text", "prompt_lookup", "session")
+NUMPY_ONLY = (
+    *("protocols", "requests", "acceptance", "sampling", "logprobs", "constraints", "choosing", "output", "decode", "kv_cache", "text"),
+    *("prompt_lookup", "session", "controller", "cycle_costs", "prefix_cache", "scheduled_request", "scheduler", "warm_up", "single_slot"),
+    *("engine", "engine_settings"),
+)
 
 
 @dataclass(frozen=True)

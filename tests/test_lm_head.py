@@ -18,7 +18,7 @@ from domino_deploy.exporters.export import export_bundle
 from domino_deploy.exporters.lm_head import backbone_trunk, target_trunk
 from domino_deploy.exporters.options import ExportOptions
 from domino_deploy.precision import Dtype, Precision
-from domino_deploy.runtime.backends import ort
+from domino_deploy.runtime.backends import ort, ort_passes
 from domino_deploy.signature import backbone_trunk_signature, target_trunk_signature
 from tests.support.checkpoints import write_drafter, write_target
 
@@ -84,13 +84,13 @@ def test_its_weights_are_in_one_graph(bundle: Bundle) -> None:
 
 def test_target_and_drafter_use_one_session(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    original = ort.BoundGraph.__init__
+    original = ort_passes.BoundGraph.__init__
 
-    def recorded(self: ort.BoundGraph, graph_file: Path, *rest: object) -> None:
+    def recorded(self: ort_passes.BoundGraph, graph_file: Path, *rest: object) -> None:
         opened.append(graph_file.name)
         original(self, graph_file, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ort.BoundGraph, "__init__", recorded)
+    monkeypatch.setattr(ort_passes.BoundGraph, "__init__", recorded)
     ort.open_pair(bundle, capacity=CAPACITY, threads=1)
     assert sorted(opened) == ["backbone_trunk.onnx", "head.onnx", "lm_head.onnx", "target_trunk.onnx"]
     opened.clear()

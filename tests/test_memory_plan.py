@@ -151,7 +151,7 @@ class TestPlan:
         target.commit(39)
         drafter.propose([1] * 39 + [2], rows.features, 1)
         target.forward([3], 1)
-        found = [sum(cache.nbytes for cache in graph._caches.values()) for graph in (target._graph, drafter._backbone)]
+        found = [sum(cache.nbytes for cache in graph._caches.values()) for graph in (target._passes.graph, drafter._passes.graph)]
         plan = plan_memory(Pair(target=bundle.target, drafter=bundle.drafter, form=bundle.form), {}, context=40)
         assert [plan.target_cache, plan.drafter_cache] == found
 

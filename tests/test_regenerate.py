@@ -181,6 +181,10 @@ class TestDecoding:
         with pytest.raises(ValueError, match="seed"):
             decode_batch(target, PROMPTS, 5, sampling=SamplingParams(temperature=1.0))
 
+    def test_penalties_are_refused_not_ignored(self, target: TargetModel) -> None:
+        with pytest.raises(ValueError, match="without penalties and biases"):
+            decode_batch(target, PROMPTS, 5, sampling=SamplingParams(presence_penalty=1.0))
+
 
 class TestSampling:
     @pytest.mark.parametrize("temperature", [1e-4, 0.3, 1.7])

@@ -136,11 +136,57 @@ def test_logits_that_are_all_minus_infinity_are_an_error():
         ("seed", -1),
         ("seed", MAX_SEED + 1),
         ("seed", 1.0),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", None),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 101),
+        ("repetition_penalty", True),
+        ("logit_bias", 1),
     ],
 )
 def test_a_value_out_of_range_is_named(name, value):
     with pytest.raises(RequestError, match=f"{name} must be .*found {value!r}"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.0, 0.5, 6.0])
+def test_the_nucleus_of_a_large_vocabulary_is_that_of_its_definition(scale, top_p):
+    logits = np.round(scale * logits_of(3, vocab=20_000), 1).astype(np.float32)  # rounded: there are ties
+    whole = distribution(logits, SamplingParams(temperature=1.0))
+    ranked = np.argsort(-whole, kind="stable")
+    before = np.concatenate([[0.0], np.cumsum(whole[ranked])[:-1]])
+    expected = np.zeros_like(whole)
+    expected[ranked[before < top_p]] = whole[ranked[before < top_p]]
+    found = distribution(logits, SamplingParams(temperature=1.0, top_p=top_p))
+    # Sums round differently, so the token at the edge may be in one of the two alone.
+    assert np.count_nonzero((found > 0) != (expected > 0)) <= 1
+    both = (found > 0) & (expected > 0)
+    np.testing.assert_allclose(found[both], (expected / expected.sum())[both], rtol=0.01)
+    assert abs(found.sum() - 1) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("bias", "found"),
+    [
+        ({1: 100.5}, "100.5 for token 1"),
+        ({1: "high"}, "'high' for token 1"),
+        ({-1: 0.0}, "found -1"),
+        ({"1": 0.0}, "found '1'"),
+        ({1: float("nan")}, "nan"),
+    ],
+)
+def test_a_bias_out_of_range_is_named_with_its_token(bias, found):
+    with pytest.raises(RequestError, match=rf"logit_bias must be .*{found}"):
+        SamplingParams(logit_bias=bias)
+
+
+def test_params_with_a_bias_have_a_hash_and_compare_by_it():
+    first, second = (SamplingParams(logit_bias={1: bias}) for bias in (0.5, 0.6))
+    assert hash(first) == hash(SamplingParams(logit_bias={1: 0.5}))
+    assert first != second
 
 
 def test_all_bad_values_are_named_at_once():

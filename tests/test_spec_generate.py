@@ -12,7 +12,8 @@ from domino_deploy.config import DrafterKind, Family
 from domino_deploy.model.spec_generate import Cycle, greedy, reference_target, sampled, spec_generate, transformers_target
 from domino_deploy.model.target import TargetModel
 from domino_deploy.runtime.backends.eager import EagerDrafter, EagerTarget
-from domino_deploy.runtime.decode import GenerationParams, generate
+from domino_deploy.runtime.decode import generate
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.sampling import Sampler, SamplingParams
 from tests.support.tiny_models import tiny_drafter, tiny_target
 

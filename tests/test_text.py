@@ -106,7 +106,7 @@ def test_a_character_cut_off_by_the_end_is_flushed_as_decoding_gives_it(tokenize
 def through(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:
     stream = StopStrings(stops)
     given_out = [stream.push(piece) for piece in pieces]
-    return [*given_out, stream.flush()], stream.found
+    return [*given_out, stream.flush()], stream.found is not None
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.backends import ort, trt
 from domino_deploy.runtime.backends.trt_pair import TrtDrafter, TrtTarget
 from domino_deploy.runtime.backends.trt_tensors import bytes_from_rows, rows_from_bytes
-from domino_deploy.runtime.decode import GenerationParams, generate
+from domino_deploy.runtime.decode import generate
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import Drafter, FloatArray, Proposal, Step, Target
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.runtime.session import Backend, DrafterChoice, Session
 from domino_deploy.signature import DRAFT_IDS, GREEDY_IDS

@@ -27,7 +27,8 @@ from domino_deploy.plugins import op, trt_plugin_v3
 from domino_deploy.runtime.backends import ort, ort_binding, trt, trt_cuda
 from domino_deploy.runtime.backends.ort_provider import Provider
 from domino_deploy.runtime.backends.trt_memory import Cuda
-from domino_deploy.runtime.decode import GenerationParams, generate
+from domino_deploy.runtime.decode import generate
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.session import Backend, Session
 from domino_deploy.tensorrt_libraries import Driver, Gpu
 from tests.support import tensorrt_stand_in
@@ -303,8 +304,8 @@ class TestProvider:
         monkeypatch.setattr(ort_binding, "_DEVICE", "cpu")
         target, drafter = ort.open_pair(bundle, capacity=200, threads=1, provider=Provider.CUDA)
         assert tokens(target, drafter) == expected
-        assert {tuple(value.shape()) for value in target._graph._device_caches.values()} == {(1, 2, 200, 16)}
-        assert not target._graph._caches
+        assert {tuple(value.shape()) for value in target._passes.graph._device_caches.values()} == {(1, 2, 200, 16)}
+        assert not target._passes.graph._caches
 
 
 class TestStandIns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,7 +117,8 @@ def answer_prompts(
 
 def claim_of(checkpoint: Checkpoint[TargetConfig], options: Answering) -> dict[str, object]:
     """What responses depend on beside their prompts' ids, as a work folder notes it."""
-    sampling = "greedy" if options.sampling.is_greedy else dataclasses.asdict(options.sampling)
+    drawn = {name: getattr(options.sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    sampling = "greedy" if options.sampling.is_greedy else drawn
     return {
         "target": fingerprint(checkpoint),
         "max_new_tokens": options.max_new_tokens,

@@ -202,6 +202,8 @@ def decode_batch(
 
 def _draws(prompts: Sequence[Sequence[int]], sampling: SamplingParams, count: int, device: torch.device) -> Tensor | None:
     """Uniform numbers of all draws [B, count]; None for greedy decoding."""
+    if sampling.changes_logits:
+        raise ValueError(f"expected sampling without penalties and biases, which batches do not apply, found {sampling}")
     if sampling.is_greedy:
         return None
     if sampling.seed is None:
