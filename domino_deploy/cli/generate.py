@@ -89,7 +89,7 @@ def generate(
     max_model_len: int | None,
     threads: int | None,
 ) -> None:
-    """Generate text from a prompt, streamed, or hold a conversation (--chat).
+    """Generate text from a prompt, or chat (--chat), streamed.
 
     The text is token for token what the target alone would give; speculation only makes it faster. With --temperature,
     a --seed makes it repeatable.
