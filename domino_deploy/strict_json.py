@@ -40,7 +40,7 @@ def parse_object(text: bytes, where: str) -> JsonObject:
         CheckpointError: not UTF-8, not JSON, not an object, a key given twice, or a number that is not finite.
     """
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = strict_value(text)
     except RecursionError as error:
         raise CheckpointError(f"{where}: expected a JSON object, found one nested too deeply. {_ADVICE}") from error
     except ValueError as error:  # undecodable text, bad JSON, or one of our own refusals below
@@ -48,6 +48,16 @@ def parse_object(text: bytes, where: str) -> JsonObject:
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: expected a JSON object, found {type(value).__name__}. {_ADVICE}")
     return value
+
+
+def strict_value(text: bytes) -> Any:
+    """The JSON value in `text`.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, a key given twice, NaN or an infinity by name, or an integer of thousands of digits.
+        RecursionError: nested too deeply.
+    """
+    return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:

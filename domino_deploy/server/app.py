@@ -1,0 +1,99 @@
+"""The ASGI application: routes, what stands around them, and what they share."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from domino_deploy.errors import DominoDeployError
+from domino_deploy.server import chat, completions, health, metrics, models, openapi, page, tokens
+from domino_deploy.server.errors import ApiError, answer_error, api_error
+from domino_deploy.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimit, RequestContext, SecurityHeaders
+from domino_deploy.server.settings import ServerSettings
+from domino_deploy.server.state import ServerState, record_of
+
+if TYPE_CHECKING:
+    from domino_deploy.runtime.engine import Engine
+    from domino_deploy.server.metrics import Metrics
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def create_app(engine: Engine, settings: ServerSettings, metrics_of_engine: Metrics | None = None) -> Starlette:
+    """The application over an engine, which its caller starts and closes.
+
+    Args:
+        engine: what answers; it may still be warming up.
+        settings: the operator's choices.
+        metrics_of_engine: what the engine's observer counts into, for `/metrics`; None for no such route.
+    """
+    open_routes = [*health.open_routes, *(page.routes if settings.has_page else ())]
+    guarded = [*health.routes, *models.routes, *tokens.routes, *chat.routes, *completions.routes, *openapi.routes]
+    if metrics_of_engine is not None and settings.has_metrics:
+        guarded += metrics.routes
+    around = [Middleware(RequestContext, logs_prompts=settings.logs_prompts), Middleware(SecurityHeaders)]
+    if settings.cors_origins:
+        around.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=[REQUEST_ID_HEADER, "retry-after"],
+            )
+        )
+    if settings.api_keys:
+        around.append(Middleware(ApiKeys, keys=settings.api_keys, is_open=_matcher(open_routes)))
+    around.append(Middleware(BodyLimit, max_bytes=settings.max_body_bytes))
+    app = Starlette(
+        routes=[*open_routes, *guarded],
+        middleware=around,
+        exception_handlers={ApiError: _answer_error, DominoDeployError: _answer_error, HTTPException: _answer_http_error},
+    )
+    # A second address of the same thing would be one without a name in logs and in the key check.
+    app.router.redirect_slashes = False
+    app.state.server = ServerState(engine=engine, settings=settings, metrics=metrics_of_engine)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """OpenAI's body; the log gets names alone, since a message may quote what the client sent."""
+    found, record = api_error(error), record_of(request)
+    record.error = " ".join(name for name in (found.code or found.type, found.param) if name)
+    if found.status == 500:
+        _LOG.error("Request %s failed", record.request_id, exc_info=error)
+    return await answer_error(request, found)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods; what a path allows is also the answer to OPTIONS."""
+    assert isinstance(error, HTTPException)
+    allowed = dict(error.headers or {})
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=allowed)
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        found = ApiError(404, f"Expected a path of this server, found {where}. The API is below /v1.", code="unknown_url")
+    elif error.status_code == 405:
+        methods = allowed.get("Allow", "another method")
+        found = ApiError(405, f"Expected {methods} for this path, found {where}.", code="method_not_supported", headers=allowed)
+    else:
+        return await _answer_error(request, error)
+    return await _answer_error(request, found)
+
+
+def _matcher(routes: Sequence[BaseRoute]) -> Callable[[str], bool]:
+    """Whether a path belongs to one of these routes."""
+    patterns: list[re.Pattern[str]] = [route.path_regex for route in routes if isinstance(route, Route)]
+    return lambda path: any(pattern.match(path) for pattern in patterns)

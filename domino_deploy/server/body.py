@@ -1,0 +1,215 @@
+"""From the bytes of a request to a checked model: strict JSON, then pydantic, and every complaint with its place in the body."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from domino_deploy.errors import listed, shortened
+from domino_deploy.server.errors import ApiError
+from domino_deploy.strict_json import JsonObject, strict_value
+
+# JSON schemas of tools nest some ten levels; Python's own limit is the stack.
+MAX_DEPTH = 64
+_MOST_PROBLEMS = 10
+_LOOKED_INTO = (dict, list, str, float)
+_ADVICE = "Correct the body and send the request again."
+# (place in the body, what is wrong there): "" for the body as a whole.
+Problem = tuple[str, str]
+_Place = tuple[str | int, ...]
+_Progress = tuple[tuple[int, ...], int]
+
+
+class Body(BaseModel):
+    """A JSON object of a client: types as they are, no conversions; unknown fields are ignored.
+
+    not_honoured: known fields that this server has no use for, each with the values that ask for nothing (null always does).
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    not_honoured: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong across fields, once every field is right by itself."""
+        yield from ()
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+async def read_body(request: Request, model: type[AnyBody]) -> AnyBody:
+    """The body of a request, checked.
+
+    Raises:
+        ApiError: 400; not declared as JSON, not strict JSON, or not what the model asks for; `param` is the first place of all.
+    """
+    _check_content_type(request.headers.get("content-type"))
+    text = await request.body()
+    # Long token lists take a while, in which others' streams must go on.
+    return await run_in_threadpool(parse_body, text, model)
+
+
+def parse_body(text: bytes, model: type[AnyBody]) -> AnyBody:
+    """As `read_body`, of a body that was read."""
+    value = _json_object(text)
+    problems = list(_refused_fields(value, model))
+    if problems:
+        raise invalid(problems, code="unsupported_parameter")
+    try:
+        body = model.model_validate(value)
+    except ValidationError as error:
+        raise invalid(_described(error.errors(include_url=False, include_context=False), value)) from error
+    problems = list(body.problems())
+    if problems:
+        raise invalid(problems)
+    return body
+
+
+def invalid(problems: Sequence[Problem], *, code: str | None = None) -> ApiError:
+    """The answer to a body with `problems`, all of them named."""
+    lines = [f"{place}: {problem}" if place else problem for place, problem in problems]
+    message = (
+        f"{lines[0]}. {_ADVICE}"
+        if len(lines) == 1
+        else listed(f"The body has {len(lines)} problems:", shortened(lines, _MOST_PROBLEMS), _ADVICE)
+    )
+    return ApiError(400, message, param=problems[0][0] or None, code=code)
+
+
+def shown(value: object) -> str:
+    """A value of the client, short enough for a message."""
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_content_type(header: str | None) -> None:
+    # A browser sends other types, or none, to any server without asking it first (CORS): these must not start work.
+    media_type, _, parameters = (header or "").partition(";")
+    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
+    if media_type.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
+        found = shown(header) if header else "none"
+        raise ApiError(400, f"Expected the header Content-Type: application/json (in UTF-8), found {found}. Send the body as JSON.")
+
+
+def _json_object(text: bytes) -> JsonObject:
+    try:
+        value = strict_value(text)
+    except RecursionError as error:
+        raise ApiError(400, f"Expected JSON of at most {MAX_DEPTH} levels, found far more. {_ADVICE}") from error
+    except ValueError as error:  # not UTF-8, not JSON, or more than JSON allows
+        raise ApiError(400, f"Expected a valid JSON object, found: {str(error)[:200]}. {_ADVICE}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"Expected a JSON object, found {shown(value)}. {_ADVICE}")
+    _check_tree(value)
+    return value
+
+
+def _check_tree(value: JsonObject) -> None:
+    """Depth, strings without lone surrogates, which no UTF-8 text holds (JSON's escapes can spell them), and no 1e999."""
+    waiting: list[tuple[_Place, Any]] = [((), value)]
+    while waiting:
+        place, item = waiting.pop()
+        if len(place) > MAX_DEPTH:
+            raise ApiError(400, f"Expected JSON of at most {MAX_DEPTH} levels, found more. {_ADVICE}", param=str(place[0]))
+        if isinstance(item, dict):
+            for name in item:
+                _check_text((*place, name), name)
+            waiting += [((*place, name), inner) for name, inner in item.items() if isinstance(inner, _LOOKED_INTO)]
+        elif isinstance(item, list):
+            waiting += [((*place, index), inner) for index, inner in enumerate(item) if isinstance(inner, _LOOKED_INTO)]
+        elif isinstance(item, str):
+            _check_text(place, item)
+        elif not math.isfinite(item):
+            raise invalid([(_joined(place), "expected a finite number, found one that no double can hold")])
+
+
+def _check_text(place: _Place, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        where = _joined(place).encode("ascii", "backslashreplace").decode()
+        raise ApiError(
+            400, f"{where}: expected text that UTF-8 can hold, found the lone surrogate {text[error.start]!a}. {_ADVICE}", param=where
+        ) from error
+
+
+def _refused_fields(value: JsonObject, model: type[Body]) -> Iterator[Problem]:
+    for name, neutral in model.not_honoured.items():
+        given = value.get(name)
+        if given is not None and not any(_same(given, allowed) for allowed in neutral):
+            wanted = " or ".join(["left out", *(shown(allowed) for allowed in neutral)])
+            yield name, f"this server does not support it; expected it {wanted}, found {shown(given)}"
+
+
+def _same(given: object, allowed: object) -> bool:
+    # For Python, true is 1.
+    return isinstance(given, bool) == isinstance(allowed, bool) and given == allowed
+
+
+def _described(errors: Sequence[ErrorDetails], value: JsonObject) -> list[Problem]:
+    """One problem per place.  A field of several types fails for each of them: what counts is the type that fits furthest."""
+    furthest: dict[_Place, tuple[_Progress, list[Problem]]] = {}
+    for error in errors:
+        is_missing = error["type"] == "missing"
+        place, union = _places(error["loc"], value, is_missing=is_missing)
+        problem = "expected it, found no such field" if is_missing else f"{_lowered(error['msg'])}, found {_shown_input(error['input'])}"
+        progress = _progress(place, is_too_long=error["type"] == "too_long")
+        best, problems = furthest.setdefault(union, (progress, []))
+        if progress > best:
+            problems = []
+        if progress >= best:
+            furthest[union] = progress, [*problems, (_joined(place), problem)]
+    expected: dict[str, list[str]] = {}
+    for _, problems in furthest.values():
+        for place_text, problem in problems:
+            expected.setdefault(place_text, []).append(problem)
+    return [(place, " or ".join(dict.fromkeys(found))) for place, found in expected.items()]
+
+
+def _progress(place: _Place, *, is_too_long: bool) -> _Progress:
+    # A list that is too long was not looked into: that is further than to fail on the first item, not as far as on the second.
+    return (*(step for step in place if isinstance(step, int)), *((0, 0) if is_too_long else ())), len(place)
+
+
+def _lowered(message: str) -> str:
+    message = message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    return message[:1].lower() + message[1:]
+
+
+def _shown_input(value: object) -> str:
+    if isinstance(value, list) and len(value) > 8:
+        return f"a list of {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**64:
+        return f"an integer of {math.ceil(math.log10(abs(value)))} digits"
+    return shown(value)
+
+
+def _places(loc: Sequence[str | int], value: object, *, is_missing: bool) -> tuple[_Place, _Place]:
+    """The steps into the body of an error's `loc`, in which pydantic also names the branches of unions; and those to the first union."""
+    place: list[str | int] = []
+    union: _Place | None = None
+    current: Any = value
+    for depth, step in enumerate(loc):
+        if isinstance(step, int) and isinstance(current, list) and step < len(current):
+            current = current[step]
+        elif isinstance(step, str) and isinstance(current, dict) and (step in current or (is_missing and depth == len(loc) - 1)):
+            current = current.get(step)
+        else:
+            union = tuple(place) if union is None else union
+            continue
+        place.append(step)
+    return tuple(place), tuple(place) if union is None else union
+
+
+def _joined(place: _Place) -> str:
+    """OpenAI's way to write it: `messages[0].content`."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:80]}" for step in place)
+    return text.removeprefix(".")

@@ -1,0 +1,89 @@
+"""What an operator can choose about the server; the engine's own settings are in `runtime/engine.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from domino_deploy.errors import RequestError, listed
+
+_ORIGIN = re.compile(r"https?://[^/\s?#]+|\*")
+
+
+class StatisticsLevel(StrEnum):
+    """How much every answer says about its speculation, in vLLM's shape (`metrics.speculative_decoding`)."""
+
+    NONE = "none"
+    SUMMARY = "summary"
+    DETAILED = "detailed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Frozen and checked on construction.
+
+    host, port: where to listen, port 0 for any free one; api_keys: each opens the API, none at all leaves it open;
+    served_model_names: what clients may call the model, the first one in answers; () for the bundle folder's name.
+    cors_origins: pages of these origins may call the API, "*" for all, () for none.
+    max_body_bytes, max_header_bytes: longest request body and head; request_timeout_seconds: from arrival to the last token, None
+    for no limit; keep_alive_seconds: silence in a stream after which a comment is sent; drain_seconds: how long running requests may
+    go on once the server is told to end; statistics_level: as above, one request may ask for less but not for more.
+    chat_template_kwargs: variables of the chat template where a request sets none of that name.
+    has_metrics, has_page: whether `/metrics` and the page at `/` are there; logs_prompts: whether prompts and answers go to the log.
+
+    Raises:
+        RequestError: values out of range, all of them.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    served_model_names: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+    max_header_bytes: int = 64 * 2**10
+    request_timeout_seconds: float | None = 600.0  # the default limit of OpenAI's own clients
+    keep_alive_seconds: float = 15.0
+    drain_seconds: float = 30.0
+    statistics_level: StatisticsLevel = StatisticsLevel.NONE
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    has_metrics: bool = True
+    has_page: bool = True
+    logs_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.port <= 65535:
+            problems.append(f"port must lie in [0, 65535], found {self.port}")
+        for name in ("max_body_bytes", "max_header_bytes"):
+            if getattr(self, name) < 1024:
+                problems.append(f"{name} must be at least 1024, found {getattr(self, name)}")
+        for name in ("request_timeout_seconds", "keep_alive_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                problems.append(f"{name} must be above 0, found {value}")
+        if not self.drain_seconds >= 0:
+            problems.append(f"drain_seconds must be at least 0, found {self.drain_seconds}")
+        # Keys travel in a header, which carries visible ASCII.
+        bad_keys = sum(not re.fullmatch(r"[!-~]+", key) for key in self.api_keys)
+        if bad_keys:
+            problems.append(f"API keys must be visible ASCII characters without spaces, found {bad_keys} that are not")
+        problems += [f"a served model name must not be empty, found {name!r}" for name in self.served_model_names if not name.strip()]
+        problems += [
+            f"a CORS origin must look like https://host[:port], or be *, found {origin!r}"
+            for origin in self.cors_origins
+            if not _ORIGIN.fullmatch(origin)
+        ]
+        if problems:
+            raise RequestError(listed("The server cannot be set up", problems, "Correct these values."))
+
+    @property
+    def is_open_to_the_network(self) -> bool:
+        """Whether other machines can reach it."""
+        return not (self.host in ("localhost", "::1") or self.host.startswith("127."))
+
+
+DEFAULTS = {setting.name: setting.default for setting in fields(ServerSettings)}

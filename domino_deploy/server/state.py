@@ -1,0 +1,52 @@
+"""What the routes share: `request.app.state.server` is a `ServerState`, `request.state.record` the `RequestRecord` of a request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from domino_deploy.server.logs import RequestRecord
+from domino_deploy.server.settings import ServerSettings
+from domino_deploy.server.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from domino_deploy.runtime.engine import Engine
+    from domino_deploy.server.metrics import Metrics
+
+
+@dataclass(kw_only=True)
+class ServerState:
+    """engine: what answers; metrics: None with --no-metrics; created: Unix seconds of the start; is_draining: no new requests."""
+
+    engine: Engine
+    settings: ServerSettings
+    metrics: Metrics | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    is_draining: bool = False
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients may call the model, the first one in answers."""
+        return self.settings.served_model_names or (self.engine.bundle.path.resolve().name,)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Of the engine's tokenizer."""
+        return TokenTexts(self.engine.tokenizer)
+
+
+def state_of(request: Request) -> ServerState:
+    found = request.app.state.server
+    assert isinstance(found, ServerState)
+    return found
+
+
+def record_of(request: Request) -> RequestRecord:
+    """What the log will say about this request; routes fill it in.  `request_id` is the one that is echoed as `x-request-id`."""
+    found = request.state.record
+    assert isinstance(found, RequestRecord)
+    return found
