@@ -90,6 +90,7 @@ COMMAND_NEEDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "verify": ("export", _EXPORTING),
     "build-engine": ("tensorrt-rtx", (*_EXPORTING, _TENSORRT)),  # of the two, the one that builds without a GPU
     "generate": (CORE, ()),
+    "serve": ("serve", ("llguidance", "prometheus-client", "pydantic", "starlette", "uvicorn")),
     "bench": (CORE, ()),
     "inspect": (CORE, ()),
     "regenerate": ("train", ("torch", "safetensors")),

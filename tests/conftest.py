@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def tiny_float16_bundle(tmp_path_factory: pytest.TempPathFactory, worker_id: str
 
     options = ExportOptions(precision=Precision.of(Dtype.FLOAT16))
     return _shared_bundle("tiny-float16", tmp_path_factory, worker_id, checkpoints, options=options, verify=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A `domino-deploy serve` process over `tiny_bundle` (`ServerProcess` of scripts/serving_process.py), as docs/serving.md starts it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        serving = importlib.import_module("serving_process").serving
+    flags = ("--served-model-name", "demo-bundle", "--per-request-spec-decode-metrics", "summary", "--threads", "1")
+    with serving(tiny_bundle, tmp_path_factory.mktemp("server") / "log", *flags, api_key="KEY") as server:
+        yield server
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from domino_deploy.cli import main
 from domino_deploy.exporters.options import ExportOptions
 from domino_deploy.exporters.placement import Placement
 from domino_deploy.precision import Dtype, Precision
-from domino_deploy.runtime.decode import GenerationParams
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.session import Session
 from tests.support.checkpoints import write_drafter, write_target
 

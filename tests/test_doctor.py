@@ -41,16 +41,21 @@ GOOD = {
     "cuda-bindings": "13.0.1",
     "domino-deploy": "0.1.0",
     "jinja2": "3.1.6",
+    "llguidance": "1.7.6",
     "matplotlib": "3.11.2",
     "numpy": "2.4.6",
     "onnx": "1.20.0",
     "onnx-ir": "1.1.0",
     "onnxruntime": "1.32.0",
     "onnxscript": "0.7.2",
+    "prometheus-client": "0.26.0",
+    "pydantic": "2.14.4",
     "safetensors": "0.8.0",
+    "starlette": "1.10.0",
     "tensorrt-rtx": "1.7.1.3",
     "tokenizers": "0.23.3",
     "torch": "2.13.0+cpu",
+    "uvicorn": "0.54.0",
 }
 REQUIREMENTS = (
     "numpy>=1.26",
@@ -160,7 +165,7 @@ class TestWhatWorks:
         assert found["export"].install == "pip install 'domino-deploy[export]'"
         assert found["train"].missing == ("torch", "matplotlib")
         assert found["train"].install == "pip install 'domino-deploy[train]'"
-        assert [name for name, command in found.items() if command.works] == ["generate", "bench", "inspect", "doctor"]
+        assert [name for name, command in found.items() if command.works] == ["generate", "serve", "bench", "inspect", "doctor"]
 
     def test_the_cuda_build_stands_in_for_onnxruntime(self) -> None:
         packages = {"onnxruntime": None, "onnxruntime-gpu": "1.32.0"}

@@ -86,6 +86,13 @@ def test_the_wheel_holds_the_shipped_recipes(wheel: Path) -> None:
     assert expected, "no recipe is shipped"
 
 
+def test_the_wheel_holds_the_page(wheel: Path) -> None:
+    expected = {f"domino_deploy/server/static/{path.name}" for path in (ROOT / "domino_deploy" / "server" / "static").iterdir()}
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("domino_deploy/server/static/")}
+    assert found == expected
+    assert "domino_deploy/server/static/index.html" in found
+
+
 def test_an_installation_finds_its_recipes(python: Path, tmp_path: Path) -> None:
     code = "from domino_deploy.training import recipe; print([recipe.read_recipe(name).epochs for name in recipe.shipped_recipes()])"
     done = run(python, code, tmp_path)
@@ -98,7 +105,7 @@ def test_every_package_is_listed_by_name() -> None:
         for path in (ROOT / folder).rglob("__init__.py"):
             expected.add(".".join((package, *path.parent.relative_to(ROOT / folder).parts)))
     data = {package for package in SETUPTOOLS["package-data"] if package not in expected}
-    assert data == {"domino_deploy.training.recipes"}
+    assert data == {"domino_deploy.server.static", "domino_deploy.training.recipes"}
     assert set(SETUPTOOLS["packages"]) == expected | data
     assert SETUPTOOLS["packages"] == sorted(SETUPTOOLS["packages"])
 

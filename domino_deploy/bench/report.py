@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from domino_deploy.bench.machine import Machine
@@ -10,7 +10,7 @@ from domino_deploy.bench.measure import Difference, Figures, Mode
 
 Cells = tuple[str, ...]
 _ALL = "all"
-_NOT_MEASURED = "-"
+NOT_MEASURED = "-"
 # As in the literature: tau and speed-up with two digits.
 _SPEED_COLUMNS = ("prompts", "number", "tau", "accepted", "plain tok/s", "tok/s", "speed-up", "median speed-up", "identical", "looping")
 _POOL_COLUMNS = ("uncertified",)
@@ -68,8 +68,13 @@ def footnotes(report: Report) -> Iterator[str]:
     """What the tables belong to, a line each."""
     yield f"machine: {report.machine}"
     yield "versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    yield "settings: " + ", ".join(f"{name} {_shown(value)}" for name, value in report.settings.items())
+    yield settings_note(report.settings)
     yield f"command: {report.command}"
+
+
+def settings_note(settings: Mapping[str, object]) -> str:
+    """All settings in one line."""
+    return "settings: " + ", ".join(f"{name} {_shown(value)}" for name, value in settings.items())
 
 
 def differences(differences: Sequence[Difference]) -> list[str]:
@@ -77,10 +82,9 @@ def differences(differences: Sequence[Difference]) -> list[str]:
     return [f"{d.kind}, prompt {d.index}: {d.mode} differs from plain decoding from token {d.position} on" for d in differences]
 
 
-def markdown(report: Report) -> str:
-    """Both tables and the footnotes, for a README."""
-    parts = [_markdown_table(table) for table in tables(report)]
-    return "\n\n".join([*parts, "\n".join(f"- {_with_code(note)}" for note in footnotes(report))]) + "\n"
+def as_markdown(tables: Iterable[Table], notes: Iterable[str]) -> str:
+    """Tables, and notes as a list below them."""
+    return "\n\n".join([*map(_markdown_table, tables), "\n".join(f"- {_with_code(note)}" for note in notes)]) + "\n"
 
 
 def _figures(figures: Figures) -> dict[str, object]:
@@ -112,40 +116,42 @@ def _speed(kind: str, figures: Figures) -> Cells:
     return (
         kind,
         str(figures.prompts),
-        _number(ours.tau),
-        _percent(ours.acceptance_rate),
-        _number(plain.tokens_per_second, 1),
-        _number(ours.tokens_per_second, 1),
-        _number(ours.speedup),
-        _number(ours.speedup_median),
+        number(ours.tau),
+        percent(ours.acceptance_rate),
+        number(plain.tokens_per_second, 1),
+        number(ours.tokens_per_second, 1),
+        number(ours.speedup),
+        number(ours.speedup_median),
         "yes" if figures.is_identical else f"NO ({len(figures.differences)})",
-        _percent(figures.looping_share),
+        percent(figures.looping_share),
     )
 
 
 def _pool(figures: Figures) -> Cells:
     share = figures.modes[Mode.SPECULATIVE].uncertified_share
-    return (_NOT_MEASURED if share is None else f"{share:.1%}",)
+    return (NOT_MEASURED if share is None else f"{share:.1%}",)
 
 
 def _lookup(figures: Figures) -> Cells:
     lookup = figures.modes[Mode.PROMPT_LOOKUP]
-    return (_number(lookup.tau), _number(lookup.tokens_per_second, 1), _number(lookup.speedup))
+    return (number(lookup.tau), number(lookup.tokens_per_second, 1), number(lookup.speedup))
 
 
 def _times(kind: str, figures: Figures) -> Cells:
     ours = figures.modes[Mode.SPECULATIVE]
     terms = ours.terms_ms
-    milliseconds = (_number(term) for term in (terms.draft, terms.head, terms.verify, terms.other))
-    return (kind, *milliseconds, _percent(ours.other_share), _number(figures.plain_step_ms), _number(ours.prefill_ms))
+    milliseconds = (number(term) for term in (terms.draft, terms.head, terms.verify, terms.other))
+    return (kind, *milliseconds, percent(ours.other_share), number(figures.plain_step_ms), number(ours.prefill_ms))
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return _NOT_MEASURED if value is None else f"{value:.{digits}f}"
+def number(value: float | None, digits: int = 2) -> str:
+    """A table's cell."""
+    return NOT_MEASURED if value is None else f"{value:.{digits}f}"
 
 
-def _percent(value: float | None) -> str:
-    return _NOT_MEASURED if value is None else f"{value:.0%}"
+def percent(value: float | None) -> str:
+    """A share as a table's cell."""
+    return NOT_MEASURED if value is None else f"{value:.0%}"
 
 
 def _shown(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from domino_deploy.errors import RequestError, listed
-from domino_deploy.runtime.decode import GenerationParams
+from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.runtime.session import Backend, DrafterChoice, Provider
 

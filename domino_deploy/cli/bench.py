@@ -1,17 +1,16 @@
-"""`domino-deploy bench`: a bundle against plain decoding and prompt lookup, in one run on one loaded target."""
+"""`domino-deploy bench BUNDLE`: a bundle against plain decoding and prompt lookup, in one run on one loaded target."""
 
 from __future__ import annotations
 
 import itertools
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from domino_deploy.bench import measure, report
 from domino_deploy.bench.machine import this_machine, versions
@@ -19,7 +18,8 @@ from domino_deploy.bench.measure import Decode, Mode, Prompt
 from domino_deploy.bench.settings import Settings
 from domino_deploy.bench.tasks import KINDS, PromptSet, select
 from domino_deploy.cli.backend_flags import backend_flags
-from domino_deploy.cli.console import Verbosity, echo_json, echo_table, progress
+from domino_deploy.cli.bench_url import bench_url, check_flags, command_line, echo_report, url_flags
+from domino_deploy.cli.console import Verbosity, echo_json, progress
 from domino_deploy.errors import CapacityError, VerificationError, listed
 from domino_deploy.precision import Dtype
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
@@ -31,7 +31,8 @@ _WARM_UP = "Count from one to twenty."
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@url_flags
 @click.option(
     "--kinds", multiple=True, type=click.Choice(KINDS), help="Kind of prompts, may be given several times; by default all that are there."
 )
@@ -43,7 +44,7 @@ _WARM_UP = "Count from one to twenty."
     help='JSONL of your own with "prompt" or "turns"; its name is its kind.',
 )
 @click.option("--prompts-per-kind", type=int, default=_DEFAULT.prompts_per_kind, help="The first so many prompts of each kind.")
-@click.option("--max-new-tokens", type=int, default=_DEFAULT.max_new_tokens, help="Longest response, tokens.")
+@click.option("--max-new-tokens", "--max-tokens", type=int, default=_DEFAULT.max_new_tokens, help="Longest response, tokens.")
 @click.option(
     "--num-speculative-tokens",
     type=int,
@@ -74,7 +75,7 @@ _WARM_UP = "Count from one to twenty."
 def bench(
     ctx: click.Context,
     *,
-    bundle: Path,
+    bundle: Path | None,
     kinds: tuple[str, ...],
     prompts: tuple[Path, ...],
     prompts_per_kind: int,
@@ -91,15 +92,22 @@ def bench(
     threads: int | None,
     json: bool,
     markdown: bool,
+    **url_options: Any,
 ) -> None:
-    """Measure acceptance length and speed-up.
+    """Measure a bundle's speed-up, or a server's throughput.
 
     Every prompt is decoded plainly, with the drafter and by prompt lookup, in turns and on the same loaded target, after
     a warm-up. tau is the tokens committed per target pass; tok/s and speed-up are of decoding alone, the prefill left
     out. Exit code 1 when a greedy fp32 response is not token for token that of plain decoding.
+
+    With --url, any server of OpenAI's API is measured as its clients see it: streamed requests, at one concurrency after another.
     """
     if json and markdown:
         raise click.UsageError("Expected at most one of --json and --markdown, found both. Drop one.")
+    check_flags(ctx)
+    if bundle is None:
+        bench_url(ctx)
+        return
     # Values and prompts are checked before the bundle is opened: a wrong flag costs no loading time.
     settings = Settings(
         prompts_per_kind=prompts_per_kind,
@@ -140,7 +148,7 @@ def bench(
         machine=this_machine(),
         versions=versions(),
         settings=replace(settings, kinds=tuple(prompt_set.kind for prompt_set in selection.sets)).to_dict(),
-        command=_command(ctx),
+        command=command_line(ctx),
     )
     _show(made, json=json, markdown=markdown)
     _judge(made, is_exact=is_exact)
@@ -191,14 +199,8 @@ def _decoders(session: Session, settings: Settings) -> dict[Mode, Decode]:
 def _show(made: report.Report, *, json: bool, markdown: bool) -> None:
     if json:
         echo_json(made.to_dict())
-    elif markdown:
-        click.echo(report.markdown(made), nl=False)
     else:
-        for table in report.tables(made):
-            echo_table(table.columns, table.rows, title=table.title)
-            click.echo()
-        for note in report.footnotes(made):
-            click.echo(note)
+        echo_report(report.tables(made), list(report.footnotes(made)), markdown=markdown)
 
 
 def _judge(made: report.Report, *, is_exact: bool) -> None:
@@ -232,19 +234,3 @@ def _bar(ctx: click.Context, total: int) -> Iterator[Callable[[Prompt], None]]:
             yield lambda prompt: display.update(task, description=prompt.kind, completed=next(done))
     else:
         yield lambda prompt: None
-
-
-def _command(ctx: click.Context) -> str:
-    """The command line that gives this run, options from the environment written out."""
-    words = ["domino-deploy", "bench"]
-    for parameter in ctx.command.params:
-        if ctx.get_parameter_source(parameter.name or "") not in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
-            continue
-        value = ctx.params[parameter.name or ""]
-        if isinstance(parameter, click.Argument):
-            words.append(str(value))
-        elif value is True:
-            words.append(parameter.opts[0])
-        else:
-            words += [word for item in (value if isinstance(value, tuple) else (value,)) for word in (parameter.opts[0], str(item))]
-    return shlex.join(words)

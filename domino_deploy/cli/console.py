@@ -146,17 +146,22 @@ def from_utf8(content: bytes, name: str) -> str:
 
 
 def template_variables(text: str | None) -> dict[str, Any]:
-    """The object that --chat-template-kwargs states; {} without one.
+    """The object that --chat-template-kwargs states; {} without one; raises as `json_flag`."""
+    return json_flag(text or "{}", "--chat-template-kwargs")
+
+
+def json_flag(text: str, name: str) -> dict[str, Any]:
+    """The object that a flag states as JSON.
 
     Raises:
         RequestError: it is no JSON object.
     """
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"Expected --chat-template-kwargs as a JSON object, found {str(text)[:80]!r}: {error}. Correct it.") from error
+        raise RequestError(f"Expected {name} as a JSON object, found {text[:80]!r}: {error}. Correct it.") from error
     if not isinstance(found, dict):
-        raise RequestError(f"Expected --chat-template-kwargs as a JSON object, found {str(text)[:80]!r}. Correct it.")
+        raise RequestError(f"Expected {name} as a JSON object, found {text[:80]!r}. Correct it.")
     return found
 
 

@@ -1,0 +1,43 @@
+"""Reading server-sent events as they arrive (the WHATWG's HTML standard, section "Server-sent events")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class EventReader:
+    """Bytes in, the data of whole events out; a piece may end anywhere, within a character or a line end too."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._is_first_line = True
+
+    def feed(self, piece: bytes) -> Iterator[str]:
+        """The data of each event that ends in this piece.
+
+        Raises:
+            UnicodeDecodeError: data that is not UTF-8.
+        """
+        # A carriage return at the very end may be half of a line end: it waits for the next piece.
+        text, waiting = (self._rest + piece, b"")
+        if text.endswith(b"\r"):
+            text, waiting = text[:-1], b"\r"
+        *lines, rest = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = rest + waiting
+        for line in lines:
+            if self._is_first_line:
+                line, self._is_first_line = line.removeprefix(_BYTE_ORDER_MARK), False
+            if line:
+                self._take(line)
+            elif self._data:
+                data, self._data = b"\n".join(self._data), []
+                yield data.decode("utf-8")
+
+    def _take(self, line: bytes) -> None:
+        """One field; comments (no name before the colon) and fields other than data say nothing here."""
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))

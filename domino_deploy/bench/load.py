@@ -1,0 +1,221 @@
+"""Load on a server: levels of concurrency, each so many requests, and the figures of each level.
+
+Definitions.  TTFT: from sending a request to its first text.  TPOT, per token: from the first text to the last, divided by the
+tokens behind the first.  ITL, per chunk: between two chunks with text; under speculation a chunk holds several tokens, so it is longer than
+TPOT.  E2E: from sending to the end of the stream.  Acceptance length: 1 + accepted / drafts, acceptance rate: accepted / drafted tokens,
+from what the server's counters grew by in the level.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from domino_deploy.bench.client import Answer, Client, Clock
+from domino_deploy.errors import RequestError, listed
+from domino_deploy.runtime.sampling import SamplingParams
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+PERCENTILES = (50, 90, 99)
+_DRAFTS = "vllm:spec_decode_num_drafts_total"
+_DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """Values of one run against a server.
+
+    Args:
+        concurrency: requests in flight, a level each.
+        requests: of every level; prompts are taken in turns.
+        warm_up_requests: sent first, counted nowhere.
+        prompts_per_kind: the first so many of each kind.
+        max_new_tokens: longest response.
+        temperature: 0 is greedy.
+        seed: of the sampling and of the order of prompts, the same in every level.
+        is_raw: prompts as they are, to /v1/completions; else one user message each, to /v1/chat/completions.
+        is_plain: ask a domino-deploy server for decoding without speculation.
+        timeout_seconds: for every wait for more of an answer.
+    """
+
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    requests: int = 32
+    warm_up_requests: int = 2
+    prompts_per_kind: int = 5
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    is_raw: bool = False
+    is_plain: bool = False
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.concurrency or min(self.concurrency) < 1:
+            problems.append(f"concurrency must be numbers of at least 1, found {', '.join(map(str, self.concurrency)) or 'none'}")
+        for name in ("requests", "prompts_per_kind", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.warm_up_requests < 0:
+            problems.append(f"warm_up_requests must be at least 0, found {self.warm_up_requests}")
+        if not self.timeout_seconds > 0:
+            problems.append(f"timeout_seconds must be above 0, found {self.timeout_seconds}")
+        if problems:
+            raise RequestError(listed(f"Benchmark: {len(problems)} value(s) out of range", problems, "Correct them and run again."))
+        SamplingParams(temperature=self.temperature, seed=self.seed)
+
+    @property
+    def path(self) -> str:
+        return COMPLETIONS_PATH if self.is_raw else CHAT_PATH
+
+    def body(self, model: str, prompt: str) -> dict[str, object]:
+        """The JSON of one request."""
+        asked: dict[str, object] = {"prompt": prompt} if self.is_raw else {"messages": [{"role": "user", "content": prompt}]}
+        return {
+            "model": model,
+            **asked,
+            "max_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"speculative": False} if self.is_plain else {}),
+        }
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """What the server's counters grew by: cycles that drafted, tokens drafted and accepted."""
+
+    drafts: int
+    drafted: int
+    accepted: int
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return 1 + self.accepted / self.drafts if self.drafts else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One level's figures; percentiles by their number, None where nothing was measured.
+
+    completion_tokens, prompt_tokens, cached_tokens: of the requests that succeeded, None if one of them came without;
+    errors: failed requests by what went wrong; speculation: None for a server without these counters.
+    """
+
+    concurrency: int
+    requests: int
+    errors: Mapping[str, int]
+    seconds: float
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None
+    first_text_ms: Mapping[int, float] | None
+    token_ms: Mapping[int, float] | None
+    chunk_gap_ms: Mapping[int, float] | None
+    total_ms: Mapping[int, float] | None
+    speculation: Speculation | None
+
+    @property
+    def succeeded(self) -> int:
+        return self.requests - sum(self.errors.values())
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens of all successful requests per second of the level."""
+        return self.completion_tokens / self.seconds if self.completion_tokens and self.seconds else None
+
+    @property
+    def requests_per_second(self) -> float | None:
+        return self.succeeded / self.seconds if self.succeeded and self.seconds else None
+
+
+def run(
+    client: Client,
+    model: str,
+    prompts: Sequence[str],
+    settings: LoadSettings,
+    *,
+    clock: Clock = time.perf_counter,
+    on_level: Callable[[int], None] = lambda concurrency: None,
+) -> list[Level]:
+    """Every level, in the order given, each with the same requests; `on_level` is told each before it begins."""
+    ordered = list(prompts)
+    random.Random(settings.seed).shuffle(ordered)
+    bodies = [settings.body(model, prompt) for prompt in itertools.islice(itertools.cycle(ordered), settings.requests)]
+    warm_up = list(itertools.islice(itertools.cycle(bodies), settings.warm_up_requests))
+    if warm_up:
+        send(client, settings.path, warm_up, concurrency=min(len(warm_up), max(settings.concurrency)))
+    levels = []
+    for concurrency in settings.concurrency:
+        on_level(concurrency)
+        before, started = client.metrics(), clock()
+        answers = send(client, settings.path, bodies, concurrency=concurrency)
+        seconds = clock() - started
+        levels.append(level(concurrency, answers, seconds, speculation=speculation_since(before, client.metrics())))
+    return levels
+
+
+def send(client: Client, path: str, bodies: Sequence[Mapping[str, object]], *, concurrency: int) -> list[Answer]:
+    """All requests, so many at a time, in order; answers in the same order."""
+    with ThreadPoolExecutor(max_workers=concurrency) as threads:
+        return list(threads.map(lambda body: client.stream(path, body), bodies))
+
+
+def level(concurrency: int, answers: Sequence[Answer], seconds: float, *, speculation: Speculation | None) -> Level:
+    """The figures of one level's answers."""
+    good = [answer for answer in answers if answer.error is None]
+    return Level(
+        concurrency=concurrency,
+        requests=len(answers),
+        errors=dict(sorted(Counter(answer.error for answer in answers if answer.error is not None).items())),
+        seconds=seconds,
+        prompt_tokens=_sum([answer.prompt_tokens for answer in good]),
+        cached_tokens=_sum([answer.cached_tokens for answer in good]),
+        completion_tokens=_sum([answer.completion_tokens for answer in good]),
+        first_text_ms=_percentiles([answer.first_text_ms for answer in good]),
+        token_ms=_percentiles([answer.token_ms for answer in good]),
+        chunk_gap_ms=_percentiles([gap for answer in good for gap in answer.chunk_gaps_ms]),
+        total_ms=_percentiles([answer.total_ms for answer in good]),
+        speculation=speculation,
+    )
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
+
+
+def _percentiles(values: Sequence[float | None]) -> dict[int, float] | None:
+    """Linear between samples; None without any."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return dict(zip(PERCENTILES, np.percentile(known, PERCENTILES).tolist(), strict=True))
+
+
+def speculation_since(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> Speculation | None:
+    """What `Client.metrics` grew by; None for a server without these counters."""
+    names = (_DRAFTS, _DRAFTED, _ACCEPTED)
+    if before is None or after is None or any(name not in after for name in names):
+        return None
+    drafts, drafted, accepted = (round(after[name] - before.get(name, 0.0)) for name in names)
+    return Speculation(drafts=drafts, drafted=drafted, accepted=accepted)

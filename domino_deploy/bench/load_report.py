@@ -1,0 +1,110 @@
+"""A load run's figures as JSON and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from domino_deploy.bench.load import PERCENTILES, Level
+from domino_deploy.bench.machine import Machine
+from domino_deploy.bench.report import NOT_MEASURED, Cells, Table, number, percent, settings_note
+
+_THROUGHPUT_COLUMNS = ("concurrency", "requests", "failed", "output tok/s", "requests/s", "acceptance length", "acceptance rate")
+_LATENCY_COLUMNS = ("concurrency", "TTFT ms", "TPOT ms per token", "ITL ms per chunk", "E2E ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """Levels and what they belong to; `machine` is the client's, which may not be the server's."""
+
+    levels: tuple[Level, ...]
+    url: str
+    model: str
+    machine: Machine
+    settings: Mapping[str, object]
+    command: str
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values."""
+        return {
+            "levels": [_figures(level) for level in self.levels],
+            "url": self.url,
+            "model": self.model,
+            "client_machine": asdict(self.machine),
+            "settings": dict(self.settings),
+            "command": self.command,
+        }
+
+
+def load_tables(levels: Sequence[Level]) -> tuple[Table, Table]:
+    """Throughput and latency, a row per level."""
+    shown = " / ".join(f"p{percentile}" for percentile in PERCENTILES)
+    return (
+        Table(title="Throughput", columns=_THROUGHPUT_COLUMNS, rows=tuple(map(_throughput, levels))),
+        Table(title=f"Latency ({shown})", columns=_LATENCY_COLUMNS, rows=tuple(map(_latency, levels))),
+    )
+
+
+def load_footnotes(report: LoadReport) -> Iterator[str]:
+    """What the tables belong to and what their columns are, a line each."""
+    yield f"server: {report.url}, model {report.model}"
+    yield f"client: {report.machine}"
+    yield settings_note(report.settings)
+    yield "TPOT is per token, (last text - first text) / (tokens - 1); ITL is per chunk, and with speculation a chunk holds several tokens"
+    yield f"command: {report.command}"
+
+
+def error_lines(levels: Sequence[Level]) -> list[str]:
+    """A line for each kind of failed requests of each level."""
+    return [f"concurrency {level.concurrency}: {count} x {kind}" for level in levels for kind, count in level.errors.items()]
+
+
+def _figures(level: Level) -> dict[str, object]:
+    speculation = level.speculation
+    return {
+        "concurrency": level.concurrency,
+        "requests": level.requests,
+        "succeeded": level.succeeded,
+        "errors": dict(level.errors),
+        "seconds": level.seconds,
+        "output_tokens_per_second": level.tokens_per_second,
+        "requests_per_second": level.requests_per_second,
+        "prompt_tokens": level.prompt_tokens,
+        "cached_prompt_tokens": level.cached_tokens,
+        "completion_tokens": level.completion_tokens,
+        "ttft_ms": _named(level.first_text_ms),
+        "tpot_ms_per_token": _named(level.token_ms),
+        "itl_ms_per_chunk": _named(level.chunk_gap_ms),
+        "e2e_ms": _named(level.total_ms),
+        "speculation": None
+        if speculation is None
+        else {**asdict(speculation), "acceptance_length": speculation.acceptance_length, "acceptance_rate": speculation.acceptance_rate},
+    }
+
+
+def _throughput(level: Level) -> Cells:
+    speculation = level.speculation
+    return (
+        str(level.concurrency),
+        str(level.requests),
+        str(level.requests - level.succeeded),
+        number(level.tokens_per_second, 1),
+        number(level.requests_per_second),
+        number(None if speculation is None else speculation.acceptance_length),
+        percent(None if speculation is None else speculation.acceptance_rate),
+    )
+
+
+def _latency(level: Level) -> Cells:
+    return (
+        str(level.concurrency),
+        *(_percentiles(values) for values in (level.first_text_ms, level.token_ms, level.chunk_gap_ms, level.total_ms)),
+    )
+
+
+def _percentiles(values: Mapping[int, float] | None) -> str:
+    return NOT_MEASURED if values is None else " / ".join(number(values[percentile], 1) for percentile in PERCENTILES)
+
+
+def _named(values: Mapping[int, float] | None) -> dict[str, float] | None:
+    return None if values is None else {f"p{percentile}": value for percentile, value in values.items()}

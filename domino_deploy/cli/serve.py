@@ -1,0 +1,186 @@
+"""`domino-deploy serve`: a bundle behind an OpenAI-compatible API."""
+
+from __future__ import annotations
+
+import logging.config
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from domino_deploy.bundle import Bundle, open_bundle
+from domino_deploy.cli.console import Verbosity, as_bytes, from_utf8, json_flag, progress, template_variables
+from domino_deploy.cli.extras import needs
+from domino_deploy.cli.inspect_facts import bundle_parts
+from domino_deploy.cli.serve_flags import GroupedCommand, serve_flags
+from domino_deploy.config import DrafterKind
+from domino_deploy.errors import RequestError, listed
+from domino_deploy.memory_plan import Pair, plan_memory
+from domino_deploy.resources import free_memory
+from domino_deploy.runtime.engine import Engine
+from domino_deploy.runtime.engine_settings import EngineSettings
+from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, Backend, DrafterChoice, Provider
+from domino_deploy.server.logs import LogFormat, logging_config
+from domino_deploy.server.settings import ServerSettings, StatisticsLevel
+
+_NGRAM = "ngram"  # vLLM's word for prompt lookup
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("bundle", type=click.Path(path_type=Path))
+@serve_flags
+@click.pass_context
+def serve(ctx: click.Context, *, bundle: Path, **flags: Any) -> None:
+    """Serve a bundle to OpenAI's clients.
+
+    Prints what it will run, then the base URL once it takes requests. Every answer is what the target alone would give.
+    SIGTERM and Ctrl-C let running requests finish first (exit code 0); a second one ends it at once.
+    """
+    with needs("serve"):
+        from domino_deploy.server.app import create_app
+        from domino_deploy.server.metrics import Metrics
+        from domino_deploy.server.run import base_url, bound_socket, run
+    # Values are checked before the bundle is opened, the port is taken before the models are loaded: what fails, fails at once.
+    settings = _server_settings(flags)
+    opened = open_bundle(bundle)
+    drafter, num_speculative_tokens = _speculation(ctx, flags, opened)
+    engine_settings = EngineSettings(
+        max_sequences=_sequences(ctx, flags),
+        max_queued=flags["max_queue"],
+        prefill_rows=flags["prefill_rows"],
+        num_speculative_tokens=num_speculative_tokens,
+        adaptive=not flags["fixed_width"],
+    )
+    logging.config.dictConfig(logging_config(LogFormat(flags["log_format"]), flags["log_level"]))
+    listening = bound_socket(settings.host, settings.port)
+    url = base_url(listening, settings.host)
+    if ctx.obj is not Verbosity.QUIET:
+        _show_plan(opened, flags, settings, engine_settings, drafter)
+    metrics = Metrics(settings.served_model_names[0] if settings.served_model_names else opened.path.resolve().name)
+    with listening:
+        with progress(ctx) as step:
+            step(f"Opening {bundle}")
+            engine = Engine.open(
+                bundle,
+                backend=Backend(flags["backend"]),
+                provider=Provider(flags["provider"]),
+                drafter=drafter,
+                max_model_len=flags["max_model_len"],
+                threads=flags["threads"],
+                settings=engine_settings,
+                observer=metrics,
+            )
+        metrics.watch(engine, provider=flags["provider"] if flags["backend"] == Backend.ORT else flags["backend"], drafter=drafter)
+        app = create_app(engine, settings, metrics)
+        names = ", ".join(app.state.server.model_names)
+        ctx.exit(run(app, listening, announce=lambda: click.echo(f"Serving {names} at {url}")))
+
+
+def _server_settings(flags: Mapping[str, Any]) -> ServerSettings:
+    return ServerSettings(
+        host=flags["host"],
+        port=flags["port"],
+        api_keys=(*flags["api_key"], *_keys_in(flags["api_key_file"])),
+        served_model_names=flags["served_model_name"],
+        cors_origins=flags["cors_origin"],
+        max_body_bytes=flags["max_body_bytes"],
+        request_timeout_seconds=flags["request_timeout"] or None,
+        drain_seconds=flags["drain_seconds"],
+        statistics_level=StatisticsLevel(flags["per_request_spec_decode_metrics"]),
+        chat_template_kwargs=template_variables(flags["chat_template_kwargs"]),
+        has_metrics=not flags["no_metrics"],
+        has_page=not flags["no_page"],
+        logs_prompts=flags["log_prompts"],
+    )
+
+
+def _sequences(ctx: click.Context, flags: Mapping[str, Any]) -> int:
+    """As asked for; by default one where the backend has no more."""
+    is_default = ctx.get_parameter_source("max_num_seqs") is ParameterSource.DEFAULT
+    return 1 if is_default and flags["backend"] != Backend.ORT else flags["max_num_seqs"]
+
+
+def _keys_in(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise RequestError(f"Expected API keys in {file}, found it unreadable: {error.strerror}. Correct --api-key-file.") from error
+    keys = [line.strip() for line in from_utf8(content, str(file)).splitlines() if line.strip()]
+    if not keys:  # an empty file must not mean an open server
+        raise RequestError(f"Expected API keys in {file}, one per line, found none. Write at least one, or leave --api-key-file out.")
+    return keys
+
+
+def _speculation(ctx: click.Context, flags: Mapping[str, Any], bundle: Bundle) -> tuple[DrafterChoice, int | None]:
+    """Where proposals come from and how many at most, from our flags or from vLLM's one."""
+    asked = {
+        name
+        for name in ("drafter", "no_speculation", "num_speculative_tokens", "speculative_config")
+        if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    if {"drafter", "no_speculation"} <= asked:
+        raise click.UsageError("Expected at most one of --drafter and --no-speculation, found both. Drop one.")
+    if flags["speculative_config"] is None:
+        return DrafterChoice.NONE if flags["no_speculation"] else DrafterChoice(flags["drafter"]), flags["num_speculative_tokens"]
+    others = sorted(f"--{name.replace('_', '-')}" for name in asked - {"speculative_config"})
+    if others:
+        raise click.UsageError(f"Expected --speculative-config alone, found it with {', '.join(others)}. Drop one or the other.")
+    return _from_vllm(flags["speculative_config"], bundle.drafter.kind)
+
+
+def _from_vllm(text: str, kind: DrafterKind) -> tuple[DrafterChoice, int | None]:
+    """vLLM's `--speculative-config`, as far as it says what a bundle does not say already."""
+    config = json_flag(text, "--speculative-config")
+    problems = [f"{name}: not a field that is used here" for name in config if name not in ("method", "num_speculative_tokens")]
+    method, count = config.get("method", str(kind)), config.get("num_speculative_tokens")
+    if method not in (str(kind), _NGRAM):
+        problems.append(f"method: expected {kind}, this bundle's drafter, or {_NGRAM}, found {method!r}")
+    if count is not None and (type(count) is not int or count < 0):
+        problems.append(f"num_speculative_tokens: expected a whole number, found {count!r}")
+    if problems:
+        raise RequestError(listed("--speculative-config cannot be used", problems, "Correct or leave out these fields."))
+    return DrafterChoice.PROMPT_LOOKUP if method == _NGRAM else DrafterChoice.BUNDLE, count
+
+
+def _show_plan(bundle: Bundle, flags: Mapping[str, Any], settings: ServerSettings, engine: EngineSettings, drafter: DrafterChoice) -> None:
+    """What is about to run and the memory it can take; warnings on stderr."""
+    with_drafter = drafter is DrafterChoice.BUNDLE
+    pair = Pair(target=bundle.target, drafter=bundle.drafter if with_drafter else None, form=bundle.form)
+    context = flags["max_model_len"] or min(DEFAULT_MAX_MODEL_LEN, bundle.target.max_position_embeddings)
+    plan = plan_memory(pair, bundle_parts(bundle), batch=engine.max_sequences, context=min(context, pair.longest_context))
+    weights, caches = sum(plan.weights.values()), plan.target_cache + plan.drafter_cache
+    sources = bundle.manifest.sources
+    most = engine.num_speculative_tokens or bundle.manifest.num_speculative_tokens
+    proposals = {
+        DrafterChoice.BUNDLE: f"the drafter {sources['drafter'].source} ({bundle.drafter.kind})",
+        DrafterChoice.PROMPT_LOOKUP: "prompt lookup",
+    }
+    how = "by what pays" if engine.adaptive else "always"
+    lines = {
+        "bundle": f"{bundle.path}, {bundle.precision.name}",
+        "target": sources["target"].source,
+        "proposals": f"{proposals[drafter]}, up to {most} per cycle, {how}" if drafter in proposals else "none, plain decoding",
+        "runs on": f"{flags['backend']}, {flags['provider']}" if flags["backend"] == Backend.ORT else flags["backend"],
+        "slots": f"{engine.max_sequences} sequences of up to {context} tokens; {engine.max_queued} more may wait",
+        "memory": f"{as_bytes(plan.total)} once all slots are full: weights {as_bytes(weights)}, caches {as_bytes(caches)}",
+        "access": f"{len(settings.api_keys)} API key(s)" if settings.api_keys else "no API key needed",
+    }
+    for name, line in lines.items():
+        click.echo(f"{name:<11}{line}")
+    free = free_memory()
+    if free is not None and plan.total > free:
+        click.echo(
+            f"Warning: expected at least {as_bytes(plan.total)} of free memory for full slots, found {as_bytes(free)}. "
+            "Lower --max-num-seqs or --max-model-len.",
+            err=True,
+        )
+    if settings.is_open_to_the_network and not settings.api_keys:
+        click.echo(
+            f"Warning: {settings.host} can be reached from other machines, and no API key is asked for. "
+            "Set --api-key, or listen on 127.0.0.1.",
+            err=True,
+        )

@@ -1,0 +1,147 @@
+"""Options of `serve`, in the groups that its help shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from domino_deploy.cli.backend_flags import backend_flags
+from domino_deploy.runtime.engine_settings import EngineSettings
+from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, DrafterChoice
+from domino_deploy.server.logs import LogFormat
+from domino_deploy.server.settings import ServerSettings, StatisticsLevel
+
+_ENGINE = EngineSettings()
+_SERVER = ServerSettings()
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+_GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
+    "Address and access": (
+        click.option("--host", default=_SERVER.host, help="Address to listen on; 0.0.0.0 for all of this machine."),
+        click.option("--port", type=int, default=_SERVER.port, help="Port to listen on; 0 for any free one."),
+        click.option(
+            "--api-key",
+            multiple=True,
+            metavar="KEY",
+            help="Key that clients must send; may be given several times. Without any, every key is accepted.",
+        ),
+        click.option("--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="Further keys, one per line."),
+        click.option(
+            "--served-model-name",
+            multiple=True,
+            metavar="NAME",
+            help="What clients call the model; may be given several times. By default the bundle folder's name.",
+        ),
+        click.option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web origin whose pages may call the API; * for all."),
+        click.option("--no-page", is_flag=True, help="Leave out the page at /."),
+    ),
+    "Engine": (
+        backend_flags,
+        click.option(
+            "--max-model-len",
+            type=int,
+            help=f"Longest prompt and answer together, tokens; by default the target's, but not above {DEFAULT_MAX_MODEL_LEN}.",
+        ),
+        click.option(
+            "--max-num-seqs",
+            type=int,
+            default=_ENGINE.max_sequences,
+            help="Sequences decoded together; 1 with the backends tensorrt and eager.",
+        ),
+        click.option("--max-queue", type=int, default=_ENGINE.max_queued, help="Requests that may wait; more are answered with 429."),
+        click.option("--prefill-rows", type=int, default=_ENGINE.prefill_rows, help="Prompt tokens run between two cycles of the others."),
+        click.option("--threads", type=int, help="Threads per graph; by default one per physical core."),
+    ),
+    "Speculation": (
+        click.option(
+            "--drafter",
+            type=click.Choice([choice.value for choice in DrafterChoice]),
+            default=DrafterChoice.BUNDLE.value,
+            help="Where proposals come from.",
+        ),
+        click.option("--no-speculation", is_flag=True, help="Plain decoding: the same as --drafter none."),
+        click.option(
+            "--num-speculative-tokens",
+            type=int,
+            default=_ENGINE.num_speculative_tokens,
+            help="Most tokens drafted per cycle; by default the bundle's own number.",
+        ),
+        click.option("--fixed-width", is_flag=True, help="Always draft that many, whether it pays or not."),
+        click.option(
+            "--speculative-config",
+            metavar="JSON",
+            help='The same in vLLM\'s words: \'{"method": "domino", "num_speculative_tokens": 7}\'; method: domino, dflash or ngram.',
+        ),
+        click.option(
+            "--per-request-spec-decode-metrics",
+            type=click.Choice([level.value for level in StatisticsLevel]),
+            default=_SERVER.statistics_level.value,
+            help="What each answer says about its speculation.",
+        ),
+    ),
+    "Requests": (
+        click.option(
+            "--request-timeout",
+            type=float,
+            default=_SERVER.request_timeout_seconds,
+            help="Seconds from a request's arrival to its last token; 0 for no limit.",
+        ),
+        click.option("--max-body-bytes", type=int, default=_SERVER.max_body_bytes, help="Largest request body."),
+        click.option(
+            "--chat-template-kwargs",
+            metavar="JSON",
+            help="Variables for the chat template where a request sets none: '{\"enable_thinking\": false}'.",
+        ),
+        click.option(
+            "--drain-seconds",
+            type=float,
+            default=_SERVER.drain_seconds,
+            help="After SIGTERM or Ctrl-C: how long running requests may go on.",
+        ),
+    ),
+    "Metrics and logs": (
+        click.option("--no-metrics", is_flag=True, help="Leave out /metrics."),
+        click.option(
+            "--log-format", type=click.Choice([form.value for form in LogFormat]), default=LogFormat.TEXT.value, help="Of stderr."
+        ),
+        click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", help="Least level that is written."),
+        click.option("--log-prompts", is_flag=True, help="Log the text of prompts and answers too."),
+    ),
+}
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its options in the groups above."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
+        shown = {option.name: option.get_help_record(ctx) for option in options}
+        for title, decorators in _GROUPS.items():
+            records = [shown.pop(name) for name in _names(decorators) if shown.get(name)]
+            with formatter.section(title):
+                formatter.write_dl([record for record in records if record])
+        with formatter.section("Other options"):
+            formatter.write_dl([record for record in shown.values() if record])
+
+
+def serve_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """All options of `serve`."""
+    for options in reversed(list(_GROUPS.values())):
+        for option in reversed(options):
+            command = option(command)
+    return command
+
+
+def _names(options: tuple[_Decorator, ...]) -> list[str]:
+    """Names of the parameters that these decorators make, in order."""
+
+    def holder() -> None: ...
+
+    for option in reversed(options):
+        option(holder)
+    parameters: list[click.Parameter] = getattr(holder, "__click_params__", [])
+    return [parameter.name for parameter in reversed(parameters) if parameter.name]

@@ -1,0 +1,248 @@
+"""`domino-deploy serve`: a real process that starts, answers, drains and ends; and flags that are refused before anything loads."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from domino_deploy.cli import main
+
+START_SECONDS = 120.0
+BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+class Process:
+    """A serving process; `log` and `out` are where its streams go."""
+
+    def __init__(self, folder: Path, bundle: Path, *flags: str) -> None:
+        self.out, self.log = folder / "out", folder / "log"
+        command = [sys.executable, "-m", "domino_deploy.cli", "serve", str(bundle), "--port", "0", "--served-model-name", "tiny", *flags]
+        with self.out.open("w") as out, self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=out, stderr=log)
+        self.url = self._await(lambda: self._announced())
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(START_SECONDS)
+
+    def _announced(self) -> str | None:
+        lines = [line for line in self.out.read_text().splitlines() if line.startswith("Serving ")]
+        return lines[0].rpartition(" ")[2] if lines else None
+
+    def _await(self, what: Callable[[], str | None]) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while (found := what()) is None:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+        return found
+
+
+@pytest.fixture
+def start(tiny_bundle: Path, tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(*flags: str) -> Process:
+        started.append(Process(tmp_path, tiny_bundle, "--threads", "1", "--max-model-len", "96", *flags))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.process.poll() is None:
+            process.process.kill()
+            process.process.wait()
+
+
+def test_it_serves_drains_a_stream_on_sigterm_and_exits_with_0(start: Callable[..., Process]) -> None:
+    server = start("--log-format", "json", "--api-key", "k1", "--max-num-seqs", "2", "--fixed-width")
+    key = {"Authorization": "Bearer k1"}
+    plan = server.out.read_text()
+    for words in ("float32", "2 sequences of up to 96 tokens", "1 API key(s)", "memory", f"Serving tiny at {server.url}"):
+        assert words in plan
+    assert httpx.get(f"{server.url}/models").status_code == 401
+    assert httpx.get(f"{server.url}/models", headers=key).json()["data"][0]["max_model_len"] == 96
+    whole = httpx.post(f"{server.url}/completions", json=BODY, headers=key | {"x-request-id": "whole"}, timeout=60).json()
+    text, lines = "", []
+    headers = key | {"x-request-id": "streamed"}
+    with httpx.stream("POST", f"{server.url}/completions", json=BODY | {"stream": True}, headers=headers, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if not lines:
+                server.process.send_signal(signal.SIGTERM)
+            lines.append(line)
+            if line.startswith("data: {"):
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    assert server.process.wait(60) == 0
+    assert text == whole["choices"][0]["text"]
+    logged = [json.loads(line) for line in server.log.read_text().splitlines()]
+    of_requests = {line["request_id"]: line for line in logged if line["message"] == "request"}
+    for name in ("whole", "streamed"):
+        expected = {"model": "tiny", "status": 200, "finish_reason": "length", "prompt_tokens": whole["usage"]["prompt_tokens"]}
+        assert of_requests[name].items() >= (expected | {"generated_tokens": 40}).items()
+        assert of_requests[name]["tau"] >= 1
+    assert "Hello" not in server.log.read_text()
+    assert text[:10] not in server.log.read_text()
+
+
+def test_a_second_signal_ends_it_at_once(start: Callable[..., Process]) -> None:
+    server = start("--drain-seconds", "600")
+    # A body that never comes whole keeps a request open.
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\nContent-Type: application/json\r\n\r\n{")
+        time.sleep(0.3)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGTERM)
+        code = server.process.wait(60)
+    assert code in (0, 128 + signal.SIGTERM)
+    assert time.monotonic() - began < 30
+
+
+def invoke(*arguments: object, **environment: str) -> Any:
+    return CliRunner().invoke(main, ["serve", *map(str, arguments)], env=environment)
+
+
+class TestRefusals:
+    @pytest.fixture(autouse=True)
+    def serves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A flag that is let through fails its test, instead of serving for ever."""
+        from domino_deploy.runtime.engine import Engine
+
+        monkeypatch.setattr(Engine, "open", classmethod(lambda cls, *bundle, **choices: pytest.fail("it was let through")))
+
+    def test_a_missing_package_names_the_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = builtins.__import__
+
+        def without(name: str, *arguments: Any) -> Any:
+            if name.partition(".")[0] in ("starlette", "uvicorn"):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return real(name, *arguments)
+
+        for name in [name for name in sys.modules if name.startswith("domino_deploy.server.") or name.partition(".")[0] == "starlette"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(builtins, "__import__", without)
+        done = invoke(tmp_path)
+        assert done.exit_code == 3
+        assert "pip install 'domino-deploy[serve]'" in done.output
+
+    def test_a_port_in_use_is_one_line(self, tiny_bundle: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            done = invoke(tiny_bundle, "--port", taken.getsockname()[1])
+        assert done.exit_code == 2
+        assert "in use" in done.output
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--port", "99999"], "port must lie in"),
+            (["--max-num-seqs", "0"], "max_sequences"),
+            (["--max-queue", "-1"], "max_queued"),
+            (["--api-key", "a b"], "API keys must be visible ASCII"),
+            (["--cors-origin", "example.com"], "CORS origin"),
+            (["--drain-seconds", "-1"], "drain_seconds"),
+            (["--chat-template-kwargs", "[]"], "--chat-template-kwargs"),
+            (["--speculative-config", "{"], "--speculative-config as a JSON object"),
+            (["--speculative-config", '{"method": "eagle"}'], "expected domino"),
+            (["--speculative-config", '{"method": "domino", "model": "x", "num_speculative_tokens": -1}'], "model: not a field"),
+            (["--speculative-config", "{}", "--no-speculation"], "--no-speculation"),
+            (["--drafter", "none", "--no-speculation"], "at most one of"),
+        ],
+    )
+    def test_flags_that_cannot_be_used_are_named(self, tiny_bundle: Path, flags: list[str], words: str) -> None:
+        done = invoke(tiny_bundle, *flags)
+        assert done.exit_code == 2, done.output
+        assert words in done.output
+
+    def test_a_key_file_must_hold_keys(self, tiny_bundle: Path, tmp_path: Path) -> None:
+        (tmp_path / "keys").write_text("\n \n")
+        assert "found none" in invoke(tiny_bundle, "--api-key-file", tmp_path / "keys").output
+        assert "unreadable" in invoke(tiny_bundle, "--api-key-file", tmp_path / "missing").output
+
+    def test_no_bundle_is_exit_code_4(self, tmp_path: Path) -> None:
+        assert invoke(tmp_path).exit_code == 4
+
+
+class TestChoices:
+    """What the command makes of its flags, without serving."""
+
+    @pytest.fixture
+    def opened(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        from domino_deploy.runtime.engine import Engine
+        from domino_deploy.server import run
+
+        found: dict[str, Any] = {}
+        real = Engine.open.__func__  # type: ignore[attr-defined]
+
+        def open_engine(cls: type[Engine], bundle: Path, **choices: Any) -> Engine:
+            found.update(choices)
+            engine: Engine = real(cls, bundle, **choices)
+            return engine
+
+        def serve(app: Any, listening: Any, *, announce: Callable[[], None]) -> int:
+            found["server"] = app.state.server.settings
+            announce()
+            return 0
+
+        monkeypatch.setattr(Engine, "open", classmethod(open_engine))
+        monkeypatch.setattr(run, "run", serve)
+        return found
+
+    @pytest.fixture(autouse=True)
+    def logging_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
+
+    @pytest.mark.parametrize(
+        ("flags", "drafter", "count"),
+        [
+            ([], "bundle", None),
+            (["--no-speculation"], "none", None),
+            (["--num-speculative-tokens", "2"], "bundle", 2),
+            (["--speculative-config", '{"method": "domino", "num_speculative_tokens": 3}'], "bundle", 3),
+            (["--speculative-config", '{"method": "ngram"}'], "prompt-lookup", None),
+        ],
+    )
+    def test_speculation(self, tiny_bundle: Path, opened: dict[str, Any], flags: list[str], drafter: str, count: int | None) -> None:
+        done = invoke(tiny_bundle, "--port", 0, *flags)
+        assert done.exit_code == 0, done.output
+        assert (opened["drafter"], opened["settings"].num_speculative_tokens) == (drafter, count)
+
+    def test_keys_come_from_flags_files_and_the_environment(self, tiny_bundle: Path, opened: dict[str, Any], tmp_path: Path) -> None:
+        (tmp_path / "keys").write_text("c\nd\n")
+        invoke(tiny_bundle, "--port", 0, "--api-key-file", tmp_path / "keys", DOMINO_DEPLOY_SERVE_API_KEY="a b")
+        assert opened["server"].api_keys == ("a", "b", "c", "d")
+
+    def test_a_server_open_to_the_network_without_a_key_is_warned_of(self, tiny_bundle: Path, opened: dict[str, Any]) -> None:
+        done = invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0")
+        assert "Warning: 0.0.0.0 can be reached" in done.stderr
+        assert "Warning" not in invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0", "--api-key", "k").stderr
+
+    def test_more_memory_than_there_is_is_warned_of(
+        self, tiny_bundle: Path, opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("domino_deploy.cli.serve.free_memory", lambda: 1000)
+        assert "Warning: expected at least" in invoke(tiny_bundle, "--port", 0).stderr
+
+    def test_quiet_leaves_the_plan_out(self, tiny_bundle: Path, opened: dict[str, Any]) -> None:
+        done = CliRunner().invoke(main, ["-q", "serve", str(tiny_bundle), "--port", "0"])
+        assert [line.split(" ")[0] for line in done.stdout.splitlines()] == ["Serving"]
+
+
+def test_help_shows_the_options_in_groups() -> None:
+    lines = invoke("--help").output.splitlines()
+    titles = [line for line in lines if line.endswith(":") and not line.startswith((" ", "Usage"))]
+    assert titles == ["Address and access:", "Engine:", "Speculation:", "Requests:", "Metrics and logs:", "Other options:"]
+    others = lines[lines.index("Other options:") + 1 :]
+    assert [line.split()[0] for line in others if line.startswith("  -")] == ["-h,"]

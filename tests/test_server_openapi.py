@@ -1,0 +1,156 @@
+"""`/openapi.json`: it says what is there, and schemathesis finds no answer that it does not describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from jsonschema_rs import Draft202012Validator
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from domino_deploy.runtime.engine import Engine
+from domino_deploy.runtime.engine_settings import EngineSettings
+from domino_deploy.server.app import create_app
+from domino_deploy.server.metrics import Metrics
+from domino_deploy.server.settings import ServerSettings, StatisticsLevel
+
+EXAMPLES = 25  # per operation
+CHECKED = (
+    schemathesis.checks.not_a_server_error,
+    schemathesis.checks.status_code_conformance,
+    schemathesis.checks.content_type_conformance,
+    schemathesis.checks.response_schema_conformance,
+)
+SETTINGS = ServerSettings(served_model_names=("tiny",), max_body_bytes=100_000, request_timeout_seconds=60.0)
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6}
+TEXT = {"model": "tiny", "prompt": "Hi", "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def app(tiny_bundle: Path) -> Iterator[Starlette]:
+    metrics = Metrics("tiny")
+    with Engine.open(tiny_bundle, max_model_len=96, threads=1, settings=EngineSettings(max_sequences=4), observer=metrics) as engine:
+        metrics.watch(engine, provider="cpu", drafter="bundle")
+        yield create_app(engine, SETTINGS, metrics)
+
+
+@pytest.fixture(scope="module")
+def client(app: Starlette) -> TestClient:
+    return TestClient(app)
+
+
+@pytest.fixture(scope="module")
+def document(client: TestClient) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/openapi.json").json()
+    return found
+
+
+def conforms(document: dict[str, Any], path: str, method: str, status: int, body: Any) -> None:
+    """Check an answer against what the document says of it."""
+    content = document["paths"][path][method]["responses"][str(status)]["content"]["application/json"]
+    validator = Draft202012Validator({**content["schema"], "components": document["components"]})
+    errors = [f"{error.instance_path}: {error.message}" for error in validator.iter_errors(body)]
+    assert not errors, errors
+
+
+def test_every_route_is_described_and_no_other(app: Starlette, document: dict[str, Any]) -> None:
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    there = {(route.path.replace(":path", ""), method.lower()) for route in routes for method in route.methods or ()}
+    described = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    # HEAD comes with every GET; the page is no API; the document does not describe itself.
+    apart = {("/", "get"), ("/static/{name}", "get"), ("/openapi.json", "get")}
+    assert described == {(path, method) for path, method in there if method != "head"} - apart
+
+
+def test_metrics_and_keys_are_described_where_they_are(app: Starlette) -> None:
+    plain = TestClient(create_app(app.state.server.engine, ServerSettings(api_keys=("k",), has_metrics=False)))
+    found = plain.get("/openapi.json", headers={"authorization": "Bearer k"}).json()
+    assert "/metrics" not in found["paths"]
+    assert found["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
+    assert "401" in found["paths"]["/v1/models"]["get"]["responses"]
+    assert "security" not in found["paths"]["/health"]["get"]
+    conforms(found, "/v1/models", "get", 401, plain.get("/v1/models").json())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "speculation_details": True}),
+        ("/v1/completions", TEXT),
+        ("/v1/completions", TEXT | {"echo": True, "logprobs": 2, "prompt": ["a", "b"]}),
+        ("/v1/completions", TEXT | {"echo": True, "max_tokens": 0}),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5, 6]}),
+    ],
+)
+def test_answers_have_the_fields_that_are_described(client: TestClient, document: dict[str, Any], path: str, body: Any) -> None:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    conforms(document, path, "post", 200, answer.json())
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenizer_info", "/health", "/health/ready", "/version"])
+def test_so_have_answers_without_a_body(client: TestClient, document: dict[str, Any], path: str) -> None:
+    conforms(document, path, "get", 200, client.get(path).json())
+
+
+def test_statistics_are_described_too(app: Starlette, document: dict[str, Any]) -> None:
+    client = TestClient(
+        create_app(app.state.server.engine, ServerSettings(served_model_names=("tiny",), statistics_level=StatisticsLevel.DETAILED))
+    )
+    answer = client.post("/v1/chat/completions", json=CHAT).json()
+    assert answer["metrics"]["speculative_decoding"]["num_spec_tokens"] > 0
+    conforms(document, "/v1/chat/completions", "post", 200, answer)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("status", "change"),
+    [(400, {"temperature": -1}), (404, {"model": "gpt-4"}), (413, {"user": "x" * 100_001})],
+)
+def test_documented_failures_happen(client: TestClient, document: dict[str, Any], path: str, status: int, change: dict[str, Any]) -> None:
+    answer = client.post(path, json=(CHAT if "chat" in path else TEXT) | change)
+    assert answer.status_code == status
+    conforms(document, path, "post", status, answer.json())
+
+
+def test_schemathesis_finds_no_answer_that_is_not_described(app: Starlette, document: dict[str, Any]) -> None:
+    schema = schemathesis.openapi.from_dict(document)
+    schema.app = app
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) == sum(len(methods) for methods in document["paths"].values())
+    statuses: set[int] = set()
+    settings = hypothesis.settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+    for operation in operations:
+
+        @hypothesis.given(case=operation.as_strategy())
+        @settings
+        def sent(case: schemathesis.Case) -> None:
+            _bound(case.body)
+            answer = case.call()
+            statuses.add(answer.status_code)
+            case.validate_response(answer, checks=list(CHECKED))
+
+        sent()
+    assert {200, 400, 404} <= statuses
+
+
+def _bound(body: Any) -> None:
+    """Name the model half of the time, so that not every example ends with 404."""
+    if isinstance(body, dict) and isinstance(body.get("model"), str) and len(body["model"]) % 2 == 0:
+        body["model"] = "tiny"

@@ -1,0 +1,128 @@
+"""Who may ask, how much, and from where: API keys, body limits, CORS, and the headers that a browser obeys."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from domino_deploy.server.app import create_app
+from domino_deploy.server.metrics import Metrics
+from domino_deploy.server.settings import ServerSettings
+from tests.support.idle_engine import IdleEngine
+
+KEYS = ("first-key", "second-key")
+GUARDED = ("/v1/models", "/v1/models/x", "/metrics", "/version", "/tokenizer_info", "/openapi.json", "/nowhere")
+OPEN = ("/health", "/health/ready", "/")
+
+
+@pytest.fixture
+def engine(tiny_bundle: Path) -> IdleEngine:
+    return IdleEngine(tiny_bundle)
+
+
+def client_of(engine: IdleEngine, **settings: Any) -> TestClient:
+    app = create_app(engine, ServerSettings(**settings), Metrics("m"))  # type: ignore[arg-type]
+    return TestClient(app, raise_server_exceptions=False)
+
+
+class TestKeys:
+    @pytest.mark.parametrize("path", GUARDED)
+    def test_a_guarded_path_wants_one(self, engine: IdleEngine, path: str) -> None:
+        answer = client_of(engine, api_keys=KEYS).get(path)
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert "x-request-id" in answer.headers
+
+    @pytest.mark.parametrize("path", OPEN)
+    def test_health_and_the_page_want_none(self, engine: IdleEngine, path: str) -> None:
+        assert client_of(engine, api_keys=KEYS).get(path).status_code == 200
+
+    @pytest.mark.parametrize("key", KEYS)
+    def test_each_key_opens(self, engine: IdleEngine, key: str) -> None:
+        client = client_of(engine, api_keys=KEYS)
+        for scheme in ("Bearer", "bearer"):
+            assert client.get("/v1/models", headers={"Authorization": f"{scheme} {key}"}).status_code == 200
+
+    @pytest.mark.parametrize(
+        "header", ["Bearer", "Bearer ", "Bearer first", "Bearer first-key2", "Basic first-key", "first-key", "Bearer \xe9"]
+    )
+    def test_nothing_else_does(self, engine: IdleEngine, header: str) -> None:
+        answer = client_of(engine, api_keys=KEYS).get("/v1/models", headers={"Authorization": header.encode("latin-1")})
+        assert answer.status_code == 401
+        assert "first" not in answer.text
+
+    def test_without_keys_any_is_accepted(self, engine: IdleEngine) -> None:
+        assert client_of(engine).get("/v1/models", headers={"Authorization": "Bearer whatever"}).status_code == 200
+
+    def test_every_key_is_compared_each_time_in_constant_time(self, engine: IdleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        compared, real = [], hmac.compare_digest
+        monkeypatch.setattr(hmac, "compare_digest", lambda left, right: compared.append((len(left), len(right))) or real(left, right))
+        client_of(engine, api_keys=KEYS).get("/v1/models", headers={"Authorization": "Bearer first-key"})
+        assert compared == [(32, 32), (32, 32)]
+
+    def test_a_path_that_looks_open_is_not(self, engine: IdleEngine) -> None:
+        client = client_of(engine, api_keys=KEYS)
+        assert [client.get(path).status_code for path in ("/healthy", "/health/", "/static/a/b")] == [401] * 3
+
+
+class TestBodyLimit:
+    def test_a_stated_length_over_the_limit_is_refused(self, engine: IdleEngine) -> None:
+        answer = client_of(engine, max_body_bytes=2000).post("/tokenize", json={"prompt": "a" * 2000})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert "2000" in answer.json()["error"]["message"]
+
+    @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/chat/completions"])
+    def test_so_is_a_chunked_body_that_grows_over_it(self, engine: IdleEngine, path: str) -> None:
+        sent = []
+
+        def chunks() -> Iterator[bytes]:
+            for _ in range(100):
+                sent.append(1)
+                yield b"a" * 100
+
+        answer = client_of(engine, max_body_bytes=2000).post(path, content=chunks(), headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+    def test_a_body_of_just_the_limit_passes(self, engine: IdleEngine) -> None:
+        content = b'{"prompt": "a"' + b" " * (2000 - 15) + b"}"
+        assert len(content) == 2000
+        headers = {"content-type": "application/json"}
+        assert client_of(engine, max_body_bytes=2000).post("/tokenize", content=content, headers=headers).status_code == 200
+
+
+class TestBrowsers:
+    def test_no_origin_is_allowed_unless_asked_for(self, engine: IdleEngine) -> None:
+        answer = client_of(engine).get("/v1/models", headers={"Origin": "https://a.example"})
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+    def test_a_preflight_needs_no_key(self, engine: IdleEngine) -> None:
+        client = client_of(engine, api_keys=KEYS, cors_origins=("https://a.example",))
+        asking = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        answer = client.options("/v1/chat/completions", headers=asking)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://a.example")
+        assert "authorization" in answer.headers["access-control-allow-headers"].lower()
+        assert client.options("/v1/models", headers=asking | {"Origin": "https://b.example"}).status_code == 400
+
+    def test_errors_can_be_read_from_an_allowed_origin(self, engine: IdleEngine) -> None:
+        client = client_of(engine, api_keys=KEYS, cors_origins=("https://a.example",))
+        answer = client.get("/v1/models", headers={"Origin": "https://a.example"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "https://a.example")
+        assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+
+    @pytest.mark.parametrize("path", ["/", "/v1/models", "/nowhere"])
+    def test_answers_tell_browsers_to_load_and_embed_nothing_foreign(self, engine: IdleEngine, path: str) -> None:
+        headers = client_of(engine).get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+        assert policy["script-src"] == "'self'"
+
+    @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
+    def test_a_foreign_page_cannot_start_work_with_a_simple_request(self, engine: IdleEngine, content_type: str | None) -> None:
+        headers = {} if content_type is None else {"content-type": content_type}
+        assert client_of(engine).post("/tokenize", content=b'{"prompt": "a"}', headers=headers).status_code == 400
