@@ -42,6 +42,7 @@ class Reason(StrEnum):
     PLAIN_PROBE = "plain_probe"
     LOW_ACCEPTANCE = "low_acceptance"
     COSTLY_BATCH = "costly_batch"
+    OTHERS_JOIN = "others_join"
     NOT_WANTED = "not_wanted"
 
 
@@ -153,12 +154,13 @@ class SpeculationController:
         if self.adaptive and self.max_width:
             self._costs = calibrate(run, batches, self.max_width)
 
-    def width(self, histories: Sequence[AcceptanceHistory], *, plain_sequences: int = 0) -> int:
+    def width(self, histories: Sequence[AcceptanceHistory], *, plain_sequences: int = 0, joining: int = 0) -> int:
         """Drafts per sequence in the coming cycle, 0 for plain decoding; `last_reason` says why.
 
         Args:
             histories: of the sequences that may speculate.
             plain_sequences: how many others are in the cycle.
+            joining: requests whose prompts are run between the coming cycles; they wait for every one of them.
         """
         most = max((history.usable(self.max_width) for history in histories), default=0)
         if most <= 0:
@@ -171,6 +173,12 @@ class SpeculationController:
         costs = [self._costs.ms(batch, width) for width in range(most + 1)]
         tokens = self._expected_tokens(histories, most, plain_sequences)
         rates = [amount / cost for amount, cost in zip(tokens, costs, strict=True)]
+        # A cycle that keeps others from joining costs what all of them together would commit in its time.
+        joined_rate = (batch + joining) / self._costs.ms(batch + joining, 0)
+        if joining and joined_rate > max(rates):
+            width = max(range(most + 1), key=lambda width: tokens[width] - joined_rate * costs[width])
+            self.last_reason = Reason.PAYS if width else Reason.OTHERS_JOIN
+            return width
         chosen = self._best(rates)
         other = max(range(1, most + 1), key=rates.__getitem__) if chosen == 0 else 0
         if self._goes_to_probe(other, loss_ms=_PROBE_CYCLES * (costs[other] - tokens[other] / rates[chosen]), rate=rates[chosen]):

@@ -207,7 +207,8 @@ class Scheduler:
                 histories.append(request.history)
         if not histories:
             return 0  # nobody's choice, and not worth telling
-        width = self._controller.width(histories, plain_sequences=len(requests) - len(histories))
+        joining = min(len(self._prefilling) + len(self._waiting), self._pair.num_slots - len(requests))
+        width = self._controller.width(histories, plain_sequences=len(requests) - len(histories), joining=joining)
         reason = self._controller.last_reason
         if self._observer is not None and (width, reason) != (self._width, self._reason):
             self._observer.width_chosen(width, reason)

@@ -318,7 +318,8 @@ class TestReport:
         assert speed.rows[1][:8] == ("y", "1", "-", "-", "-", "-", "-", "-")
 
     def test_markdown_is_two_tables_and_what_they_belong_to(self) -> None:
-        text = report.markdown(report_of(SCRIPTS))
+        made = report_of(SCRIPTS)
+        text = report.as_markdown(report.tables(made), report.footnotes(made))
         lines = text.splitlines()
         assert lines[0].startswith("| prompts | number | tau |")
         assert set(lines[1]) <= set("|-: ")

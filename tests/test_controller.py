@@ -184,6 +184,18 @@ def test_sequences_that_do_not_speculate_count_in_the_cost_and_gain_nothing() ->
     assert calibrated(cpu_cost).width([history], plain_sequences=15) == 0
 
 
+def test_a_cycle_is_kept_short_while_many_others_wait_to_join() -> None:
+    """Alone, drafting pays; with fifteen prompts waiting between the cycles, the time is worth more than one sequence's drafts."""
+    history = AcceptanceHistory()
+    for accepted in (3, 1, 0, 4, 2) * 10:
+        history.record(4, accepted)
+    controller = calibrated(cpu_cost)
+    assert controller.width([history]) > 0
+    assert controller.width([history], joining=15) == 0
+    assert controller.last_reason == Reason.OTHERS_JOIN
+    assert controller.width([history]) > 0
+
+
 def test_reasons_say_whether_acceptance_or_cost_forbids_drafting() -> None:
     def hopeless(batch: int, width: int) -> float:
         return 10.0 * (2 * width + 1)
