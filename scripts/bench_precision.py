@@ -85,7 +85,7 @@ def _generate(session: Session, prompt: list[int], max_new_tokens: int, count: i
     """Tokens, milliseconds behind the prefill, and cycles."""
     params = GenerationParams(max_new_tokens=max_new_tokens, num_speculative_tokens=count)
     steps = list(session.steps(prompt, params))
-    time = sum(step.terms_ms.draft + step.terms_ms.head + step.terms_ms.verify + step.terms_ms.other for step in steps[1:])
+    time = sum(step.terms_ms.total for step in steps[1:])
     return [token for step in steps for token in step.token_ids], time, len(steps) - 1
 
 

@@ -159,9 +159,7 @@ def _row(turns: Sequence[Turn], concurrency: int) -> dict[str, Any]:
         "tpot_ms": _median_of([turn.figures.token_ms for turn in ours]),
         "plain_ttft_ms": _median_of([turn.figures.first_text_ms for turn in plain]),
         "ttft_ms": _median_of([turn.figures.first_text_ms for turn in ours]),
-        "same_texts": sum(
-            mine == theirs for pair in zip(ours, plain, strict=True) for mine, theirs in zip(*(t.texts for t in pair), strict=True)
-        ),
+        "same_texts": sum(_same_texts(mine, theirs) for mine, theirs in zip(ours, plain, strict=True)),
         "texts": sum(len(turn.texts) for turn in ours),
     }
 
