@@ -67,6 +67,11 @@ class SourceEntry:
     source: str
     revision: str | None
 
+    @property
+    def name(self) -> str:
+        """The hub id, or the name of the folder without the path to it, which is the exporting machine's."""
+        return self.source if self.revision is not None else PureWindowsPath(self.source).name
+
 
 @dataclass(frozen=True, kw_only=True)
 class GraphEntry:

@@ -40,7 +40,7 @@ class Chooser:
         if params.constraint is not None and matcher is None:
             raise RequestError("Expected a matcher for the request's constraint, found none. Make one with ConstraintCompiler.matcher.")
         self._sampler = Sampler(params.sampling)
-        self._penalties = _Penalties(params.sampling, prompt_ids) if _has_penalties(params.sampling) else None
+        self._penalties = _Penalties(params.sampling, prompt_ids) if params.sampling.has_penalties else None
         bias = params.sampling.logit_bias
         self._bias_ids = np.fromiter(bias, dtype=np.int64, count=len(bias))
         self._bias = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
@@ -97,6 +97,7 @@ class Chooser:
         """Record the log-probabilities of the next prompt tokens, given the logits of the rows before them; the pieces in order."""
         assert self._prompt_top is not None, "only for a request that wants them"
         first = len(self.prompt_logprobs)
+        # The row of the prompt's last token has no prompt token behind it.
         for logits_V, token in zip(logits_NV, self._prompt_ids[first : first + len(logits_NV)], strict=False):
             checked_best(logits_V, len(self.prompt_logprobs))
             self.prompt_logprobs.append(token_logprobs(logits_V, int(token), self._prompt_top))
@@ -116,13 +117,9 @@ class Chooser:
         if is_early:
             with_end = row[self._stop_ids]
             row[self._stop_ids] = -np.inf
-            if self._matcher is not None and row.max() == -np.inf:
-                row[self._stop_ids] = with_end  # the constraint leaves nothing but the end
+            if row.max() == -np.inf:
+                row[self._stop_ids] = with_end  # a constraint, or stop tokens all over, leave nothing but the end
         return row
-
-
-def _has_penalties(sampling: SamplingParams) -> bool:
-    return bool(sampling.presence_penalty or sampling.frequency_penalty) or sampling.repetition_penalty != 1
 
 
 class _Penalties:

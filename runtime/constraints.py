@@ -17,6 +17,8 @@ ConstraintKind = Literal["json_object", "json_schema", "regex", "lark"]
 # Longest source. With the limits below, the worst schemas of this length that we tried (1000 objects in an anyOf, 1000 patterns) compile
 # in a quarter of a second; twice the length is refused or takes half a second and more.
 MAX_SOURCE_CHARACTERS = 64 * 1024
+# What llguidance says of a source may quote all of it.
+_MAX_QUOTED_CHARACTERS = 300
 _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "max_grammar_size": 100_000, "verbose_errors": False}
 # Between the tokens of JSON: enough for ten levels of indentation, and no way for a weak model to write nothing else.
 _JSON_WHITESPACE = r"[ \t\r\n]{1,40}"
@@ -192,7 +194,7 @@ def _refused(kind: str, found: str) -> RequestError:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    return " ".join(text.split())[:_MAX_QUOTED_CHARACTERS]
 
 
 def _grammar_of(constraint: Constraint) -> str:

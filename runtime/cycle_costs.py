@@ -21,11 +21,6 @@ _STALE_CYCLES = 128
 _CALIBRATION_RUNS = 3
 
 
-def total_ms(terms_ms: TermsMs) -> float:
-    """All of a cycle, milliseconds."""
-    return terms_ms.draft + terms_ms.head + terms_ms.verify + terms_ms.other
-
-
 class CycleCosts:
     """Milliseconds of a cycle for any batch and width.
 
@@ -89,7 +84,7 @@ def calibrate(run: Callable[[int, int], TermsMs], batches: Sequence[int], max_wi
     for batch in batches:
         costs = grid.setdefault(batch, {})
         for width in _grid_widths(max_width):
-            costs[width] = median(total_ms(run(batch, width)) for _ in range(_CALIBRATION_RUNS))
+            costs[width] = median(run(batch, width).total for _ in range(_CALIBRATION_RUNS))
             if costs[width] > (width + 1) * costs[0]:
                 break  # slower than plain were every draft accepted: a wider one is not worth the time to measure it
     return CycleCosts(grid)

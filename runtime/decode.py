@@ -82,18 +82,16 @@ def _cycles(
     chooser: Chooser,
 ) -> Iterator[Step]:
     stops = frozenset(params.stop_token_ids)
-    # The last token needs no row of its own in the cache: hence the one more.
-    final_length = len(tokens) + min(params.max_new_tokens, target.capacity - len(tokens) + 1)
+    final_length = longest_sequence(len(tokens), params, target.capacity)
     pair = _pair(target, drafter if num_speculative_tokens else None, chooser)
     pair.reset()
 
     started = perf_counter()
     logits = pair.prefill(tokens)
-    verify_ms = _since(started)
+    terms = TermsMs(verify=_since(started))
     kept, finish_reason = cut([chooser.choose(logits, len(tokens))], stops, final_length - len(tokens))
     tokens += kept
-    terms = TermsMs(verify=verify_ms, other=_since(started) - verify_ms)
-    yield Step(token_ids=tuple(kept), terms_ms=terms, finish_reason=finish_reason)
+    yield Step(token_ids=tuple(kept), terms_ms=terms.within(_since(started)), finish_reason=finish_reason)
 
     while finish_reason is None:
         started = perf_counter()
@@ -108,19 +106,22 @@ def _cycles(
         pair.commit(len(kept))
         tokens += kept
         accepted = min(len(kept), len(chosen) - 1)
-        graphs_ms = proposal.draft_ms + proposal.head_ms + verified.verify_ms
-        terms = TermsMs(
-            draft=proposal.draft_ms, head=proposal.head_ms, verify=verified.verify_ms, other=max(0.0, _since(started) - graphs_ms)
-        )
+        terms = TermsMs(draft=proposal.draft_ms, head=proposal.head_ms, verify=verified.verify_ms)
         yield Step(
             token_ids=tuple(kept),
             proposed=len(drafts),
             accepted=accepted,
-            terms_ms=terms,
+            terms_ms=terms.within(_since(started)),
             finish_reason=finish_reason,
             pooled=proposal.pooled,
             uncertified=proposal.uncertified,
         )
+
+
+def longest_sequence(prompt_length: int, params: GenerationParams, capacity: int) -> int:
+    """Tokens of a request's prompt and answer at most, in a cache of `capacity` rows."""
+    # The last token needs no row of its own: hence the one more.
+    return min(prompt_length + params.max_new_tokens, capacity + 1)
 
 
 def cut(tokens: list[int], stops: Collection[int], wanted: int) -> tuple[list[int], str | None]:

@@ -33,7 +33,7 @@ from domino_deploy.runtime.scheduled_request import ScheduledRequest, SchedulerL
 from domino_deploy.runtime.scheduler import Scheduler
 from domino_deploy.runtime.session import DrafterChoice, open_slots
 from domino_deploy.runtime.text import Tokenizer
-from domino_deploy.runtime.warm_up import MadeUpSequences
+from domino_deploy.runtime.warm_up import Interrupted, warm_up
 
 __all__ = ["Engine", "EngineSettings"]
 
@@ -245,6 +245,7 @@ class Engine:
             with self._changed:
                 self._unfinished.discard(request.request_id)
                 self._cancelled.discard(request.request_id)
+                self._snapshot = self._scheduler.snapshot()  # who has its last output is not found running any more
                 self._changed.notify_all()
         request.deliver(output)
 
@@ -257,11 +258,13 @@ class Engine:
             while self._take_in():
                 self._scheduler.step()
                 self._snapshot = self._scheduler.snapshot()
-        except Exception as error:
+        except Interrupted:
+            logger.info("the engine is closed before it was warm")
+        except BaseException as error:  # a panic of a library written in Rust is no Exception
             logger.exception("the engine failed")
             finish_reason = ERROR
             with self._changed:
-                self._failure = error
+                self._failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
         self._end_all(finish_reason)
 
     def _take_in(self) -> bool:
@@ -289,9 +292,4 @@ class Engine:
         self._snapshot = self._scheduler.snapshot()
 
     def _warm_up(self) -> None:
-        """Run every graph once, and measure what cycles cost for the controller."""
-        sequences, slots = MadeUpSequences(self._pair), self._pair.num_slots
-        sequences.run(slots, self.max_speculative_tokens)
-        batches = sorted({slots, *(1 << power for power in range(slots.bit_length()) if 1 << power <= slots)})
-        self._controller.calibrate(sequences.run, batches)
-        sequences.clear()
+        warm_up(self._pair, self._controller, self.max_speculative_tokens, is_wanted=lambda: not self._is_closing)

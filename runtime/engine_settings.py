@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from domino_deploy.errors import RequestError, listed
 from domino_deploy.runtime.sampling import is_integer
 
+# Far above what one machine decodes together; a slip of the keyboard must not fill the memory with slots.
+MAX_SEQUENCES = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """What an operator may choose.
 
     Args:
-        max_sequences: requests that run at a time; each has caches of its own.
+        max_sequences: requests that run at a time, at most `MAX_SEQUENCES`; each has caches of its own.
         max_queued: requests that wait for a slot at most; others are refused.
         prefill_rows: tokens of a prompt that run between two cycles of the others at most.
         num_speculative_tokens: tokens to draft per cycle at most; None for the bundle's number.
@@ -32,6 +35,8 @@ class EngineSettings:
             value = getattr(self, name)
             if not is_integer(value) or value < least:
                 problems.append(f"{name} must be an integer, at least {least}, found {value!r}")
+        if is_integer(self.max_sequences) and self.max_sequences > MAX_SEQUENCES:
+            problems.append(f"max_sequences must be at most {MAX_SEQUENCES}, found {self.max_sequences}")
         count = self.num_speculative_tokens
         if count is not None and (not is_integer(count) or count < 0):
             problems.append(f"num_speculative_tokens must be an integer, 0 (plain decoding) or above, found {count!r}")

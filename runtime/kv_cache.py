@@ -63,7 +63,12 @@ class CacheRows:
 
     def slots(self, rows: int) -> int:
         """Slots to bind for `rows` rows: the next multiple of `growth`, never above `limit`."""
-        return min(-(-rows // self.growth) * self.growth, self.limit)
+        return min(next_multiple(rows, self.growth), self.limit)
+
+
+def next_multiple(rows: int, step: int) -> int:
+    """The smallest multiple of `step` that is not below `rows`."""
+    return -(-rows // step) * step
 
 
 def check_room(length: int, rows: int, limit: int) -> None:

@@ -94,4 +94,5 @@ class PrefixCache:
 
 def common_length(one: Sequence[int], other: Sequence[int], most: int) -> int:
     """How many tokens two sequences have in common at their beginning, `most` at most."""
-    return next((index for index in range(min(most, len(one), len(other))) if one[index] != other[index]), min(most, len(one), len(other)))
+    most = min(most, len(one), len(other))
+    return next((index for index in range(most) if one[index] != other[index]), most)

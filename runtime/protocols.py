@@ -70,6 +70,11 @@ class TermsMs:
     verify: float = 0.0
     other: float = 0.0
 
+    @property
+    def total(self) -> float:
+        """The whole cycle, milliseconds."""
+        return self.draft + self.head + self.verify + self.other
+
     def within(self, total: float) -> TermsMs:
         """The same graphs, and as `other` the rest of `total` milliseconds."""
         return replace(self, other=max(0.0, total - self.draft - self.head - self.verify))
@@ -253,6 +258,9 @@ class SlotPair(Protocol):
         """One draft, one head and one verify pass for all of them; commits nothing.
 
         A sequence whose rest of `capacity` is short gets at most that many drafts.
+
+        Raises:
+            CapacityError: a sequence has no row left for its anchor.
         """
 
     def commit(self, rows: Sequence[int]) -> None:

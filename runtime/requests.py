@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -29,8 +29,8 @@ class GenerationParams:
     Args:
         sampling: how tokens are chosen.
         max_new_tokens: tokens to generate at most; the caches' capacity may end it earlier, also as "length".
-        min_new_tokens: tokens before which no stop token is chosen and no stop string is looked for; it gives way to a constraint
-            that leaves nothing but the end.
+        min_new_tokens: tokens before which no stop token is chosen and no stop string is looked for; it gives way where a
+            constraint, or the stop tokens themselves, leave nothing but the end.
         stop_strings: end as soon as the text holds one of them; it and what follows are not part of the text.
         stop_token_ids: end behind one of these tokens; it is the last of the tokens and not part of the text.
         ignore_eos: do not add the target's own end-of-sequence tokens to `stop_token_ids`.
@@ -79,6 +79,10 @@ class GenerationParams:
             raise RequestError(
                 listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again.")
             )
+
+    def ended_by(self, eos_token_ids: Iterable[int]) -> GenerationParams:
+        """The same request, which the target's end-of-sequence tokens end as well, unless it ignores them."""
+        return self if self.ignore_eos else replace(self, stop_token_ids=(*self.stop_token_ids, *eos_token_ids))
 
 
 def check_request(
@@ -165,7 +169,7 @@ class Output:
 
     tokens: those released now; a token is held back while its text may change, be cut off by a stop string, or ends inside a
     character.  step: its part of the cycle, released or not, with the times of the whole cycle; the first one is the prefill's token;
-    None for an output that no pass made.
+    None for an output that no pass made.  batch: sequences that shared its cycle, and these times.
     finish_reason: "stop", "length", "abort" (cancelled, or its time was over), "error", or None while it goes on; stop_reason: the
     stop string or stop token that ended it, None for the target's own end-of-sequence token and everything else.
     prompt_logprobs: of the whole prompt, None for its first token; on the first output, if asked for.
@@ -174,6 +178,7 @@ class Output:
 
     tokens: tuple[OutputToken, ...] = ()
     step: Step | None = None
+    batch: int = 1
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -236,7 +241,7 @@ class EngineSnapshot:
 
 
 class Observer(Protocol):
-    """Who wants to know what the engine does; called in the engine's thread, must not block."""
+    """Who wants to know what the engine does; called in the engine's thread, must not block; its errors are logged and end nothing."""
 
     def queued(self, request: Request) -> None: ...
 

@@ -88,7 +88,11 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether there is a penalty or a bias; `distribution` and `Sampler` know none of them, `choosing.py` does."""
-        return bool(self.logit_bias or self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+        return self.has_penalties or bool(self.logit_bias)
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
 
 class Sampler:

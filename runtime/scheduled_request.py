@@ -12,7 +12,7 @@ from domino_deploy.runtime.acceptance import accept
 from domino_deploy.runtime.choosing import Chooser
 from domino_deploy.runtime.constraints import Matcher
 from domino_deploy.runtime.controller import AcceptanceHistory
-from domino_deploy.runtime.decode import cut
+from domino_deploy.runtime.decode import cut, longest_sequence
 from domino_deploy.runtime.output import OutputStream
 from domino_deploy.runtime.protocols import FloatArray, SlotCycle, Step, TermsMs, Verified
 from domino_deploy.runtime.requests import ERROR, Output, Request, RequestStatistics
@@ -60,9 +60,7 @@ class ScheduledRequest:
         decode: Callable[[Sequence[int]], str],
         matcher: Matcher | None = None,
     ) -> None:
-        params = request.params
-        if not params.ignore_eos:
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *limits.eos_token_ids))
+        params = request.params.ended_by(limits.eos_token_ids)
         asked = params.num_speculative_tokens
         self.request = request
         self.slot: int | None = None
@@ -73,7 +71,7 @@ class ScheduledRequest:
         self.is_cancelled = False
         self._vocab_size = limits.vocab_size
         self._prompt_length = len(self.tokens)
-        self._final_length = self._prompt_length + min(params.max_new_tokens, limits.max_sequence - self._prompt_length + 1)
+        self._final_length = longest_sequence(self._prompt_length, params, limits.max_sequence)
         self._stops = frozenset(params.stop_token_ids)
         self._chooser = Chooser(params, request.prompt_ids, matcher)
         self._stream = OutputStream(decode, params, () if params.ignore_eos else limits.eos_token_ids)
@@ -91,7 +89,7 @@ class ScheduledRequest:
     @property
     def reads_prompt(self) -> bool:
         """Whether the logits of the prompt's own rows are wanted."""
-        return self.request.params.prompt_logprobs is not None
+        return self._chooser.reads_prompt
 
     def admit(self, now: float) -> None:
         self._admitted = now

@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave between cycles, prompts run in pieces, one batched cycle serves all that decode.
 
-One `step` is: drop who left or ran out of time, admit into free slots, run one piece of one prompt, run one cycle.  Synchronous, for one
-thread; `engine.py` runs it.  Every request gets the tokens that its single run would give it, whatever runs beside it.
+One `step` is: drop who left or ran out of time, admit into free slots, run a piece of a prompt (or some short ones), run one cycle.
+Synchronous, for one thread; `engine.py` runs it.  Every request gets the tokens that its single run would give it, whatever runs beside it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 
+from domino_deploy.errors import RequestError
 from domino_deploy.runtime.constraints import Matcher
 from domino_deploy.runtime.controller import SpeculationController
 from domino_deploy.runtime.prefix_cache import LEAST_REUSED_ROWS, PrefixCache
 from domino_deploy.runtime.protocols import SlotPair, Step, TermsMs
 from domino_deploy.runtime.requests import ABORT, ERROR, CycleRecord, EngineSnapshot, Observer, Output, Request, RequestStatistics
 from domino_deploy.runtime.scheduled_request import ScheduledRequest, SchedulerLimits
+from domino_deploy.runtime.telling import Telling
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class Scheduler:
         decode: text of tokens.
         controller: chooses how many tokens a cycle drafts.
         limits: what a request may have.
-        prefill_rows: rows of a prompt that run between two cycles at most, where the pair can be given pieces.
+        prefill_rows: rows of prompts that run between two cycles at most, where the pair can be given pieces.
         least_reused_rows: rows of a known beginning that are worth a copy.
         observer: told what happens.
         clock: seconds, rising.
@@ -57,9 +59,10 @@ class Scheduler:
         self._decode = decode
         self._controller = controller
         self._limits = limits
-        self._prefill_rows = None if pair.max_prefill_rows is None else min(prefill_rows, pair.max_prefill_rows)
+        # A prompt that must come whole is never longer than the capacity.
+        self._prefill_rows = pair.capacity if pair.max_prefill_rows is None else min(prefill_rows, pair.max_prefill_rows)
         self._cache = PrefixCache(pair, least_rows=least_reused_rows)
-        self._observer = observer
+        self._tell = Telling(observer)
         self._clock = clock
         self._requests: dict[str, ScheduledRequest] = {}  # all of them, in order of arrival
         self._waiting: deque[ScheduledRequest] = deque()
@@ -104,8 +107,7 @@ class Scheduler:
         assert scheduled.request.request_id not in self._requests, "who makes the ids keeps them apart"
         self._requests[scheduled.request.request_id] = scheduled
         self._waiting.append(scheduled)
-        if self._observer is not None:
-            self._observer.queued(scheduled.request)
+        self._tell(lambda observer: observer.queued(scheduled.request))
 
     def cancel(self, request_id: str) -> None:
         """End a request in the next step; one that is finished already, or unknown, is none to end."""
@@ -121,8 +123,7 @@ class Scheduler:
         """One iteration.  An error of one request ends that one; those of the pair pass through, and then nothing can go on."""
         self._drop()
         self._admit()
-        if self._prefilling:
-            self._run_piece(self._prefilling.popleft())
+        self._run_prompts()
         if self._decoding:
             self._run_cycle()
 
@@ -141,17 +142,30 @@ class Scheduler:
             request.admit(self._clock())
             self._prefilling.append(request)
 
-    def _run_piece(self, request: ScheduledRequest) -> None:
-        """Run one piece of a prompt; prompts take turns, so that a short one need not wait for all of a long one."""
-        slot = self._place(request)
+    def _run_prompts(self) -> None:
+        """Run a piece of the first prompt, and of the next ones those that fit as a whole into what is left of a piece.
+
+        Prompts take turns, so that a short one need not wait for all of a long one; a pass for several at once would be no faster.
+        """
+        left = self._prefill_rows
+        while self._prefilling and left:
+            request = self._prefilling[0]
+            slot = self._place(request)
+            rows = len(request.tokens) - self._pair.rows(slot).target
+            if rows > left and left < self._prefill_rows:
+                return  # not as a whole: it begins the next step
+            self._prefilling.popleft()
+            self._run_piece(request, slot, min(rows, left))
+            left -= min(rows, left)
+
+    def _run_piece(self, request: ScheduledRequest, slot: int, rows: int) -> None:
         held = self._pair.rows(slot).target
-        piece = request.tokens[held : None if self._prefill_rows is None else held + self._prefill_rows]
+        piece = request.tokens[held : held + rows]
         is_last = held + len(piece) == len(request.tokens)
         started = self._clock()
         logits = self._pair.prefill(slot, piece, num_logits=len(piece) if request.reads_prompt else 1, with_drafter=request.with_drafter)
         now = self._clock()
-        if self._observer is not None:
-            self._observer.prefilled(len(piece), now - started)
+        self._tell(lambda observer: observer.prefilled(len(piece), now - started))
         try:
             output = request.take_piece(logits, milliseconds=(now - started) * 1e3, is_last=is_last, now=now)
         except Exception as error:
@@ -196,7 +210,7 @@ class Scheduler:
             if isinstance(output, Exception):
                 self._fail(request, output)
             elif step is not None:
-                self._deliver(request, replace(output, step=replace(step, terms_ms=terms)))
+                self._deliver(request, replace(output, step=replace(step, terms_ms=terms), batch=len(outputs)))
 
     def _choose_width(self, requests: Sequence[ScheduledRequest]) -> int:
         """Ask the controller for the coming cycle's width; who cannot use a draft is as good as plain."""
@@ -210,16 +224,15 @@ class Scheduler:
         joining = min(len(self._prefilling) + len(self._waiting), self._pair.num_slots - len(requests))
         width = self._controller.width(histories, plain_sequences=len(requests) - len(histories), joining=joining)
         reason = self._controller.last_reason
-        if self._observer is not None and (width, reason) != (self._width, self._reason):
-            self._observer.width_chosen(width, reason)
+        if (width, reason) != (self._width, self._reason):
+            self._tell(lambda observer: observer.width_chosen(width, reason))
         self._width, self._reason = width, reason
         return width
 
     def _record(self, record: CycleRecord) -> None:
         self._controller.observe(record)
         self._recent.append(record)
-        if self._observer is not None:
-            self._observer.cycled(record)
+        self._tell(lambda observer: observer.cycled(record))
 
     def _deliver(self, request: ScheduledRequest, output: Output) -> None:
         """Hand an output out; with the last one, the request leaves and its slot is free."""
@@ -227,8 +240,9 @@ class Scheduler:
         if output.finish_reason is not None:
             output = replace(output, statistics=request.statistics(now))
             self._remove(request)
-        if self._observer is not None and output.tokens:
-            self._observer.delivered(request.request, len(output.tokens), request.since_last_delivery(now))
+        if output.tokens:
+            interval = request.since_last_delivery(now)
+            self._tell(lambda observer: observer.delivered(request.request, len(output.tokens), interval))
         # Counted before it is told: who has the whole answer finds it in the metrics.
         if output.finish_reason is not None and output.statistics is not None:
             self._note_end(request.request, output.finish_reason, output.statistics)
@@ -242,7 +256,12 @@ class Scheduler:
         self._deliver(request, request.ended(finish_reason, error))
 
     def _fail(self, request: ScheduledRequest, error: Exception) -> None:
-        logger.error("request %s failed", request.request.request_id, exc_info=error)
+        if isinstance(error, RequestError):  # a constraint that grew: the client's own doing, and the text may quote it
+            logger.info("request %s is refused on its way", request.request.request_id)
+        else:
+            logger.error("request %s failed", request.request.request_id, exc_info=error)
+        if request.slot is not None:
+            self._pair.truncate(request.slot, 0)  # its rows may be what is wrong: nobody is to start from them
         self._end(request, ERROR, error)
 
     def _remove(self, request: ScheduledRequest) -> None:
@@ -258,8 +277,7 @@ class Scheduler:
         served = statistics.total_seconds - statistics.queue_seconds
         before = served if self._service_seconds is None else self._service_seconds
         self._service_seconds = before + _SERVICE_WEIGHT * (served - before)
-        if self._observer is not None:
-            self._observer.finished(request, finish_reason, statistics)
+        self._tell(lambda observer: observer.finished(request, finish_reason, statistics))
 
 
 def cycle_record(steps: Sequence[Step], *, batch: int, width: int, terms_ms: TermsMs) -> CycleRecord:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -178,9 +178,7 @@ class Session:
     def _with_end(self, params: GenerationParams) -> GenerationParams:
         if not self._is_open:
             raise RequestError("Expected an open session, found a closed one. Open the bundle again.")
-        if params.ignore_eos:
-            return params
-        return replace(params, stop_token_ids=(*params.stop_token_ids, *self.bundle.target.eos_token_ids))
+        return params.ended_by(self.bundle.target.eos_token_ids)
 
     def _chooser(self, prompt_ids: Sequence[int], params: GenerationParams) -> Chooser:
         return Chooser(params, prompt_ids, None if params.constraint is None else self._compiler.matcher(params.constraint))
@@ -239,7 +237,7 @@ def open_slots(
     Args and errors otherwise as `Session.open`.
     """
     opened, tokenizer, asked = _opened(bundle, backend, provider, drafter, max_model_len, threads)
-    module = _backend_module(backend)
+    module = _backend_module(backend)  # also where it is not called: it names the package that is missing
     if backend is Backend.ORT and provider is Provider.CPU:
         from domino_deploy.runtime.backends import ort_slots
 

@@ -22,7 +22,7 @@ from domino_deploy.runtime.protocols import (
 
 
 class SingleSlot:
-    """A pair with the slot 0 alone (`protocols.SlotPair`).
+    """A pair with the slot 0 alone (`protocols.SlotPair`); a call that does not fit what it holds is a ValueError.
 
     Args:
         target: the target.
@@ -50,11 +50,7 @@ class SingleSlot:
         return SlotRows(target=self._rows, drafter=self._rows if self._with_drafter else 0)
 
     def truncate(self, slot: int, rows: int) -> None:
-        """Forget the sequence.
-
-        Raises:
-            ValueError: rows are to be kept, but not all.
-        """
+        """Forget the sequence; no part of its rows can be kept, only all."""
         if rows not in (0, self._rows):
             raise ValueError(f"expected 0 rows to keep, or all {self._rows}, found {rows}: this pair reuses no prefixes")
         if rows == 0 and self._pair is not None:
@@ -62,19 +58,11 @@ class SingleSlot:
             self._pair, self._with_drafter, self._rows, self._offered = None, False, 0, 0
 
     def copy(self, source: int, destination: int, rows: int) -> None:
-        """There is no second slot.
-
-        Raises:
-            ValueError: always.
-        """
+        """There is no second slot to copy to."""
         raise ValueError("expected no copies of a single slot, found one: this pair reuses no prefixes")
 
     def prefill(self, slot: int, token_ids: Sequence[int], *, num_logits: int, with_drafter: bool) -> FloatArray:
-        """Run a whole prompt; errors as `protocols.SlotPair`.
-
-        Raises:
-            ValueError: the slot is not empty, or logits of more than the last row are asked for.
-        """
+        """See `protocols.SlotPair`: a whole prompt in an empty slot, with the logits of its last row."""
         if self._pair is not None or num_logits != 1:
             raise ValueError(f"expected a whole prompt in an empty slot, 1 row with logits, found {self._rows} rows and {num_logits}")
         check_room(0, len(token_ids), self.capacity)
@@ -94,9 +82,6 @@ class SingleSlot:
 
         A cycle that is to draft nothing drafts one token all the same where there is room, and drops it: a drafter of one sequence
         keeps in step by drafting alone.
-
-        Raises:
-            ValueError: not the sequence that is there.
         """
         if len(sequences) != 1 or self._pair is None or len(sequences[0].token_ids) != self._rows + 1:
             raise ValueError(f"expected the one sequence of {self._rows} rows and an anchor, found {list(sequences)}")

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 # What a decoder writes for bytes that are not (or not yet) UTF-8.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Characters or tokens from which on a call takes milliseconds: it goes through the library's batches, which let other threads run.
+_LONG = 4096
+# Tokens whose text is held back at most: a character has four bytes, so behind more of them lie bytes that will never be one.
+_MOST_HELD = 16
+# Tokens that stay behind when the others' text is given out: those that may yet become a character, and some that may belong to them.
+_STILL_HELD = range(4, 8)
 
 
 class Tokenizer:
@@ -56,11 +62,15 @@ class Tokenizer:
                 f"Expected text that UTF-8 can hold, found the lone surrogate {text[error.start]!a} at character {error.start}. "
                 "Decode the bytes it came from as UTF-8."
             ) from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens, without the special ones unless asked for."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < _LONG:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def spelling(self, token_id: int) -> str | None:
         """A token as the tokenizer's file spells it; None for an id that it does not have."""
@@ -139,6 +149,8 @@ class IncrementalDetokenizer:
 
     One exception: a decoder that falls back to byte tokens shows a whole run of them as U+FFFD once one byte is wrong, also
     the characters before it, which were given out already.
+
+    A long run of bytes that are no text is given out on the way: it must neither silence the stream nor make the window long.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -152,19 +164,31 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         self.is_inside_character = text.endswith(REPLACEMENT)
+        if self.is_inside_character and len(self._window) - self._given > _MOST_HELD:
+            return self._advance_within(text)
         if self.is_inside_character or len(text) <= len(self._given_text):
             return ""
-        return self._advance(text)
+        return self._advance(text, len(self._window))
 
     def flush(self) -> str:
         self.is_inside_character = False
-        return self._advance(self._decode(self._window))
+        return self._advance(self._decode(self._window), len(self._window))
 
-    def _advance(self, text: str) -> str:
+    def _advance_within(self, text: str) -> str:
+        """Give out what the coming tokens cannot change any more."""
+        for held in _STILL_HELD:
+            count = len(self._window) - held
+            before = self._decode(self._window[:count])
+            if text.startswith(before):  # no character lies across the cut
+                self.is_inside_character = False
+                return self._advance(before, count)
+        return ""
+
+    def _advance(self, text: str, count: int) -> str:
+        """Give out `text`, that of the first `count` tokens of the window."""
         piece = text[len(self._given_text) :]
-        self._window = self._window[self._given :]
-        self._given = len(self._window)
-        self._given_text = self._decode(self._window)
+        self._window, self._given = self._window[self._given :], count - self._given
+        self._given_text = self._decode(self._window[: self._given])
         return piece
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,17 +11,12 @@ from click.testing import CliRunner
 from domino_deploy.training.samples import Sample
 from domino_deploy.training.store import SampleStore
 from tests.support.checkpoints import write_target
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "ablation.py"
+from tests.support.scripts import loaded_script
 
 
 @pytest.fixture(scope="module")
 def ablation():
-    spec = importlib.util.spec_from_file_location("ablation_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ablation_script"] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded_script("ablation")
 
 
 def counts(tokens, passes):

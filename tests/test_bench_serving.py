@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,19 +10,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.scripted_server import ScriptedServer, answer
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_serving.py"
+from tests.support.scripts import loaded_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_serving_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded_script("bench_serving")
 
 
 def measured(script: ModuleType, server: ScriptedServer, folder: Path) -> Result:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from domino_deploy.bundle import MANIFEST, create_bundle, open_bundle
+from domino_deploy.bundle import MANIFEST, SourceEntry, create_bundle, open_bundle
 from domino_deploy.config import DrafterConfig, DrafterKind, Family, RopeConfig, RopeType, TargetConfig
 from domino_deploy.config_json import from_json, to_json
 from domino_deploy.errors import BundleError, ExportError
@@ -67,6 +67,19 @@ def test_every_wrong_key_and_value_is_named_at_once() -> None:
 def test_values_that_a_config_refuses_are_a_bundle_error() -> None:
     with pytest.raises(BundleError, match=r"(?s)manifest\.json: DrafterConfig.*mask_token_id must lie in \[0, 300\), found 300"):
         from_json(DrafterConfig, to_json(DRAFTER) | {"mask_token_id": 300}, "manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("source", "revision", "name"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", "0123abc", "HuggingFaceTB/SmolLM2-135M"),
+        ("/home/me/models/target/", None, "target"),
+        ("models\\target", None, "target"),
+        ("target", None, "target"),
+    ],
+)
+def test_a_source_is_named_without_the_path_to_it(source: str, revision: str | None, name: str) -> None:
+    assert SourceEntry(source=source, revision=revision).name == name
 
 
 def test_a_bundle_opens_as_it_was_written(tmp_path: Path) -> None:

@@ -144,6 +144,12 @@ def test_min_new_tokens_gives_way_to_a_constraint_that_leaves_only_the_end():
     assert chosen_by(Chooser(params, [1], AllowedTokens([[0, 3], [0]])), rows, 1) == [3, 0]
 
 
+def test_min_new_tokens_gives_way_to_stop_tokens_that_are_all_there_is():
+    params = GenerationParams(min_new_tokens=5, max_new_tokens=9, stop_token_ids=tuple(range(6)))
+    rows = rows_of(5, 2)[:, :6]
+    assert chosen_by(Chooser(params, [1]), rows, 1) == rows.argmax(axis=1).tolist()
+
+
 def test_a_constraint_without_a_matcher_is_refused():
     with pytest.raises(RequestError, match=r"Expected a matcher.*ConstraintCompiler\.matcher"):
         Chooser(GenerationParams(constraint=Constraint(kind="json_object")), [1])
@@ -195,6 +201,16 @@ class TestLogprobs:
         ranked = np.argsort(-logits, kind="stable")[:top].tolist()  # ties to the lowest id
         assert [token for token, _ in found.top] == ranked
         np.testing.assert_allclose([found.logprob, *(value for _, value in found.top)], expected[[7, *ranked]], rtol=1e-6, atol=1e-6)
+
+    @given(
+        seed=st.integers(0, 10**6), vocab=st.integers(1, 3000), top=st.integers(0, MAX_TOP_LOGPROBS), masked=st.sampled_from([0.0, 0.99])
+    )
+    @settings(max_examples=200, deadline=None)
+    def test_the_highest_of_many_are_found_as_by_sorting(self, seed, vocab, top, masked):
+        rng = np.random.default_rng(seed)
+        logits = rng.integers(-9, 9, vocab).astype(np.float32)  # ties everywhere, also at the edge
+        logits[rng.random(vocab) < masked] = -np.inf
+        assert top_ids(logits, top).tolist() == np.argsort(-logits, kind="stable")[:top].tolist()
 
     def test_more_than_there_are_tokens_gives_all(self):
         assert top_ids(np.array([1.0, 3.0, 3.0], dtype=np.float32), 20).tolist() == [1, 2, 0]

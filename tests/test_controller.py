@@ -67,6 +67,16 @@ def test_batches_that_come_and_go_never_cost_more_than_plain_decoding() -> None:
     assert credited >= 0.97 * spent
 
 
+@pytest.mark.parametrize(("gain", "expected"), [(1.02, 0), (1.2, 1)])
+def test_a_gain_too_small_for_what_drafting_costs_besides_is_not_taken(gain: float, expected: int) -> None:
+    def cost(batch: int, width: int) -> float:
+        """One draft, taken with a chance of 0.6, gains so much; more are out of the question."""
+        return [10.0, 16.0 / gain, *[100.0] * MAX_WIDTH][width]
+
+    run = simulate(calibrated(cost), cost=cost, chances=always(0.6), batch=8, cycles=CYCLES)
+    assert Counter(run.widths[300:])[expected] > 0.8 * (CYCLES - 300)
+
+
 def test_speculation_comes_back_soon_after_the_acceptance_gets_better() -> None:
     run = simulate(calibrated(cpu_cost), cost=cpu_cost, chances=getting_better, batch=1, cycles=CYCLES)
 

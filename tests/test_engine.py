@@ -13,7 +13,7 @@ import pytest
 
 from domino_deploy.errors import CapacityError, DrainingError, QueueFullError, RequestError
 from domino_deploy.runtime.engine import Engine, EngineSettings
-from domino_deploy.runtime.requests import GenerationParams, Request
+from domino_deploy.runtime.requests import GenerationParams, Output, Request
 from tests.support.doubles import ToyTarget
 from tests.support.scheduled_runs import EOS, PATIENCE, Client, alone, decode, plain_view
 from tests.support.toy_pair import ToyPair
@@ -74,9 +74,6 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-
-
-# --- Serving -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_gets_its_single_run(start):
@@ -141,11 +138,14 @@ def test_an_idle_engine_makes_no_passes_and_wakes_for_a_request(start):
 def test_a_cancelled_request_is_told_so_and_its_slot_serves_the_next(start):
     pair = GatedPair(1)
     engine = start(pair)
+    until(lambda: engine.is_ready)
+    pair.gate.clear()
     left = submit(engine, "left", ignore_eos=True, max_new_tokens=60)
     assert left.began.wait(PATIENCE)
     waiting = submit(engine, "next", max_new_tokens=4)
     engine.cancel("left")
-    assert left.wait().finish_reason in ("abort", "length")
+    pair.gate.set()
+    assert left.wait().finish_reason == "abort"
     assert waiting.wait().ids == alone(PROMPT, GenerationParams(max_new_tokens=4)).ids
     engine.cancel("left")
     engine.cancel("nobody")
@@ -182,9 +182,6 @@ def test_requests_may_come_before_the_engine_is_ready(start):
 @pytest.mark.parametrize(("setting", "proposals", "expected"), [(None, 6, 5), (None, 3, 3), (2, 6, 2), (0, 6, 0), (9, 6, 6)])
 def test_speculation_is_limited_by_bundle_settings_and_drafter(setting: int | None, proposals: int, expected: int):
     assert engine_of(ToyPair(max_proposals=proposals), num_speculative_tokens=setting).max_speculative_tokens == expected
-
-
-# --- Refusals ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,9 +244,6 @@ def test_settings_out_of_range_are_refused_all_at_once():
         assert name in str(caught.value)
 
 
-# --- The end -------------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_request_before_the_start_is_refused():
     with pytest.raises(DrainingError, match="not started"):
         submit(engine_of(ToyPair()), "0")
@@ -278,9 +272,10 @@ def test_closing_ends_who_is_left_and_the_thread(start):
     clients = [submit(engine, str(number), ignore_eos=True, max_new_tokens=60) for number in range(3)]
     closing = threading.Thread(target=engine.close)
     closing.start()
+    until(lambda: not engine.is_ready)
     pair.gate.set()
     closing.join(PATIENCE)
-    assert [client.wait().finish_reason for client in clients[1:]] == ["abort", "abort"]
+    assert [client.wait().finish_reason for client in clients] == ["abort"] * 3
     assert not engine._thread.is_alive()
     assert not engine.is_ready
     engine.close()
@@ -290,23 +285,54 @@ def test_closing_an_engine_that_never_started_does_nothing():
     engine_of(ToyPair()).close()
 
 
+def test_an_engine_that_is_closed_while_it_warms_up_does_not_go_on_with_it(start):
+    pair = GatedPair(4)
+    pair.gate.clear()
+    engine = start(pair)
+    client = submit(engine, "0")
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    until(lambda: engine._is_closing)
+    pair.gate.set()
+    closing.join(PATIENCE)
+    assert (client.wait().finish_reason, engine.failure) == ("abort", None)
+    assert [name for name, _ in pair.calls].count("cycle") <= 1
+
+
+def test_who_has_the_last_output_is_not_found_running_any_more(start):
+    """The iteration that made it goes on with others."""
+    engine = start(ToyPair(2, capacity=2000))
+    submit(engine, "long", max_new_tokens=1500, ignore_eos=True).began.wait(PATIENCE)
+    found: list[int] = []
+    ended = threading.Event()
+
+    def deliver(output: Output) -> None:
+        if output.finish_reason is not None:
+            found.append(engine.snapshot().running)
+            ended.set()
+
+    params = GenerationParams(max_new_tokens=5, ignore_eos=True, num_speculative_tokens=0)
+    engine.submit(Request(request_id="short", prompt_ids=PROMPT, params=params, deliver=deliver))
+    assert ended.wait(PATIENCE)
+    engine.cancel("long")
+    assert found == [1]
+
+
 @pytest.mark.parametrize("moment", ["warm-up", "prefill", "cycle"])
 def test_the_death_of_the_pair_ends_everybody_with_an_error(start, moment: str, caplog: pytest.LogCaptureFixture):
     pair = GatedPair(1)
     if moment == "warm-up":
+        pair.gate.clear()
         pair.fail_at = 3
-    pair.gate.clear()
     engine = start(pair)
-    clients = []
     if moment != "warm-up":
-        pair.gate.set()
         until(lambda: engine.is_ready)
         pair.gate.clear()
-        pair.fail_at = len(pair.calls) + (1 if moment == "prefill" else 2)
-    clients = [submit(engine, str(number), ignore_eos=True, max_new_tokens=60) for number in range(2)] if moment != "prefill" else []
+        pair.fail_at = len(pair.calls) + {"prefill": 1, "cycle": 2}[moment]
+    clients = [submit(engine, "0", ignore_eos=True, max_new_tokens=60)]
+    if moment != "prefill":  # which waits for no gate: a second one may come too late
+        clients.append(submit(engine, "1", ignore_eos=True, max_new_tokens=60))
     pair.gate.set()
-    if moment == "prefill":
-        clients = [submit(engine, "0")]
     for client in clients:
         answer = client.wait()
         assert (answer.finish_reason, answer.outputs[-1].error) == ("error", engine.failure)
@@ -317,6 +343,21 @@ def test_the_death_of_the_pair_ends_everybody_with_an_error(start, moment: str, 
         submit(engine, "late")
     assert engine.drain(PATIENCE)
     assert "the engine failed" in caplog.text
+
+
+def test_a_panic_which_is_no_exception_ends_everybody_too(start, caplog: pytest.LogCaptureFixture):
+    class Panic(BaseException):
+        """As pyo3 makes them of a library's in Rust."""
+
+    pair = GatedPair(1)
+    engine = start(pair)
+    until(lambda: engine.is_ready)
+    pair.fail_at, pair.failure = len(pair.calls) + 2, Panic("index out of bounds")
+    answer = submit(engine, "0", ignore_eos=True, max_new_tokens=60).wait()
+    assert answer.finish_reason == "error"
+    until(lambda: engine.failure is not None)
+    assert "index out of bounds" in str(engine.failure)
+    assert not engine.is_ready
 
 
 def test_a_time_limit_ends_a_request_that_waits_behind_a_long_one(start):

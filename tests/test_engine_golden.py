@@ -15,9 +15,11 @@ from domino_deploy.runtime.engine import Engine, EngineSettings
 from domino_deploy.runtime.requests import GenerationParams, Output, Request
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.runtime.session import Backend, DrafterChoice, Session
-from tests.support.scheduled_runs import Answer, Client
+from tests.support.scheduled_runs import Answer, Client, logprob_values
 
 CLIENTS = 32
+# Of log-probabilities around -6; products over more rows round otherwise, in the seventh digit.
+ATOL = 1e-4
 
 
 def mix(vocab_size: int, seed: int) -> list[tuple[list[int], GenerationParams]]:
@@ -55,10 +57,6 @@ def run_together(engine: Engine, clients: Sequence[tuple[list[int], GenerationPa
     return [client.wait() for client in waiting]
 
 
-def logprobs_of(tokens: Sequence[object]) -> np.ndarray:
-    return np.array([getattr(token, "logprob", np.nan) for token in tokens])
-
-
 @pytest.mark.parametrize("drafter", list(DrafterChoice))
 def test_32_mixed_clients_get_their_single_runs(tiny_bundle: Path, drafter: DrafterChoice):
     options = {"drafter": drafter, "max_model_len": 128, "threads": 1}
@@ -80,13 +78,17 @@ def test_32_mixed_clients_get_their_single_runs(tiny_bundle: Path, drafter: Draf
             if params.constraint is not None:
                 assert set(answer.text) <= set("0123456789,")
             if params.logprobs is not None:
-                np.testing.assert_allclose(
-                    logprobs_of([token.logprobs for token in answer.tokens]), logprobs_of([token.logprobs for token in tokens]), atol=1e-4
-                )
+                found, expected = (logprob_values((token.logprobs for token in its), params.logprobs) for its in (answer.tokens, tokens))
+                assert len(found) == len(tokens)
+                np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
             if params.prompt_logprobs is not None:
                 assert answer.prompt_logprobs is not None
                 assert chunks[0].prompt_logprobs is not None
-                np.testing.assert_allclose(logprobs_of(answer.prompt_logprobs), logprobs_of(chunks[0].prompt_logprobs), atol=1e-4)
+                found, expected = (
+                    logprob_values(its, params.prompt_logprobs) for its in (answer.prompt_logprobs, chunks[0].prompt_logprobs)
+                )
+                assert len(found) == len(prompt) - 1
+                np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL)
     assert any(answer.statistics.steps for answer in answers) == (drafter is not DrafterChoice.NONE)
     assert sum(answer.statistics.cached_tokens for answer in again) > 0
 

@@ -37,12 +37,14 @@ class Model:
         self.graph = Graph()
         self.caches = SlotCaches(self.graph, num_slots)  # type: ignore[arg-type]  # all that is used of it
         self.expected: list[list[float]] = [[] for _ in range(num_slots)]
+        self.last_bound: list[int] = []  # the slots of the last pass, in the order of their places
         self._next = 0.0
 
     def run(self, slots: list[int], rows: int, kept: list[int]) -> int:
         """A pass of `rows` new rows for some slots, of which it keeps the first; the length of the caches bound."""
         order, cache_slots = self.caches.bind(slots, max(len(self.expected[slot]) for slot in slots) + rows)
         assert sorted(order) == [*range(len(slots))]
+        self.last_bound = [slots[index] for index in order]
         for row, index in enumerate(order):
             slot, held = slots[index], len(self.expected[slots[index]])
             for number, name in enumerate(CACHES):
@@ -116,10 +118,10 @@ def test_a_sequence_that_joins_moves_nobody():
     for slot in (2, 0):
         model.run([slot], 10, [10])
     model.run([0, 2], 4, [1, 1])
+    assert model.last_bound == [2, 0]
     model.run([1], 10, [10])
-    places = [*model.caches._places]
     model.run([0, 1, 2], 4, [1, 1, 1])
-    assert model.caches._places == places
+    assert model.last_bound == [2, 0, 1]
 
 
 def test_caches_grow_by_little_and_shrink_when_the_long_one_has_gone():

@@ -184,6 +184,13 @@ def test_tokens_without_text_go_out_at_once():
     assert [token.token_id for token in stream.push(Step(token_ids=(NO_TEXT, NO_TEXT))).tokens] == [NO_TEXT, NO_TEXT]
 
 
+def test_bytes_that_never_become_a_character_do_not_hold_the_answer_back():
+    stream = OutputStream(decode, GenerationParams())
+    tokens = tokens_in([stream.push(Step(token_ids=(PIECES.index("é".encode()[1:]),))) for _ in range(100)])
+    assert len(tokens) > 75
+    assert "".join(token.text for token in (*tokens, *stream.finish())) == REPLACEMENT * 100
+
+
 def test_the_text_of_a_real_tokenizer_goes_to_the_tokens_that_complete_it(tmp_path):
     write_tokenizer(tmp_path, 300)
     tokenizer = Tokenizer(tmp_path / TOKENIZER)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
@@ -18,8 +16,7 @@ from tokenizers import Tokenizer
 
 from domino_deploy.checkpoint import open_drafter, open_target
 from domino_deploy.pairing import check_pairing
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+from tests.support.scripts import loaded_script
 
 TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 TINY_TOKENS = {"bos_token_id": 290, "eos_token_id": 292}
@@ -27,17 +24,7 @@ TINY_DRAFTER = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 
 TINY_HEAD = {"mask_token_id": 299, "emb_dim": 8, "gru_hidden_dim": 16}
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_script", SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-random_pair, bench_export = script("random_pair"), script("bench_export")
+random_pair, bench_export = loaded_script("random_pair"), loaded_script("bench_export")
 
 
 def write(folder: Path, *, tied: bool = True, num_layers: int = 6, shard_bytes: int = 30_000) -> Path:

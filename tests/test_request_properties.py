@@ -16,13 +16,14 @@ from domino_deploy.bundle import TOKENIZER
 from domino_deploy.runtime.backends.eager import EagerDrafter, EagerTarget
 from domino_deploy.runtime.constraints import Constraint
 from domino_deploy.runtime.logprobs import token_logprobs
-from domino_deploy.runtime.protocols import Drafter, FloatArray
-from domino_deploy.runtime.requests import GenerationParams, OutputToken, TokenLogprobs
+from domino_deploy.runtime.protocols import Drafter
+from domino_deploy.runtime.requests import GenerationParams, OutputToken
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.runtime.session import Chunk, Session
 from domino_deploy.runtime.text import REPLACEMENT, Tokenizer
 from tests.support.checkpoints import EOS_ID, write_tokenizer
 from tests.support.doubles import RandomDrafter, ReplayTarget, ScriptedDrafter, ToyTarget, toy_logits
+from tests.support.scheduled_runs import logprob_values
 from tests.support.tiny_models import tiny_drafter, tiny_target
 
 # The text of each token of a small vocabulary; two are halves of a character, the last is the end of the sequence.
@@ -229,9 +230,6 @@ def test_a_real_pair_gives_what_its_target_gives_alone(tiny_tokenizer, request_n
     plain, speculative = answers
     for name in ("ids", "texts", "finish_reason"):
         assert speculative[name] == plain[name]
-    for name in ("logprobs", "prompt_logprobs"):
-        np.testing.assert_allclose(flat(speculative[name]), flat(plain[name]), rtol=0, atol=1e-4)  # other shapes of products
-
-
-def flat(logprobs: Sequence[TokenLogprobs | None]) -> FloatArray:
-    return np.array([[entry.logprob, *(value for _, value in entry.top)] for entry in logprobs if entry is not None], dtype=np.float32)
+    for name, top in (("logprobs", 2), ("prompt_logprobs", 1)):
+        found, expected = (logprob_values(answer[name], top) for answer in (speculative, plain))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)  # other shapes of products

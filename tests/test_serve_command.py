@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,32 @@ from domino_deploy.cli import main
 
 START_SECONDS = 120.0
 BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+# The command with an engine so slow that 80 tokens take 40 s.
+SLOW_COMMAND = """
+import time
+from domino_deploy.cli import main
+from domino_deploy.runtime.scheduler import Scheduler
+
+step = Scheduler.step
+
+def slow_step(scheduler):
+    time.sleep(0.5)
+    return step(scheduler)
+
+Scheduler.step = slow_step
+main()
+"""
 
 
 class Process:
     """A serving process; `log` and `out` are where its streams go."""
 
-    def __init__(self, folder: Path, bundle: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, bundle: Path, *flags: str, python: Sequence[str] = ("-m", "domino_deploy.cli")) -> None:
         self.out, self.log = folder / "out", folder / "log"
-        command = [sys.executable, "-m", "domino_deploy.cli", "serve", str(bundle), "--port", "0", "--served-model-name", "tiny", *flags]
+        command = [sys.executable, *python, "serve", str(bundle), "--port", "0", "--served-model-name", "tiny", *flags]
         with self.out.open("w") as out, self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=out, stderr=log)
-        self.url = self._await(lambda: self._announced())
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(START_SECONDS)
+        self.url = self._await(self._announced)
 
     def _announced(self) -> str | None:
         lines = [line for line in self.out.read_text().splitlines() if line.startswith("Serving ")]
@@ -54,8 +65,8 @@ class Process:
 def start(tiny_bundle: Path, tmp_path: Path) -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
-    def start(*flags: str) -> Process:
-        started.append(Process(tmp_path, tiny_bundle, "--threads", "1", "--max-model-len", "96", *flags))
+    def start(*flags: str, **options: Any) -> Process:
+        started.append(Process(tmp_path, tiny_bundle, "--threads", "1", "--max-model-len", "96", *flags, **options))
         return started[-1]
 
     yield start
@@ -66,7 +77,8 @@ def start(tiny_bundle: Path, tmp_path: Path) -> Iterator[Callable[..., Process]]
 
 
 def test_it_serves_drains_a_stream_on_sigterm_and_exits_with_0(start: Callable[..., Process]) -> None:
-    server = start("--log-format", "json", "--api-key", "k1", "--max-num-seqs", "2", "--fixed-width")
+    flags = ("--api-key", "k1", "--max-num-seqs", "2", "--fixed-width")
+    server = start("--log-format", "json", "--log-level", "debug", *flags)
     key = {"Authorization": "Bearer k1"}
     plan = server.out.read_text()
     for words in ("float32", "2 sequences of up to 96 tokens", "1 API key(s)", "memory", f"Serving tiny at {server.url}"):
@@ -86,6 +98,7 @@ def test_it_serves_drains_a_stream_on_sigterm_and_exits_with_0(start: Callable[.
     assert server.process.wait(60) == 0
     assert text == whole["choices"][0]["text"]
     logged = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert "uvicorn.error" in {line["logger"] for line in logged}  # its lines take the same form
     of_requests = {line["request_id"]: line for line in logged if line["message"] == "request"}
     for name in ("whole", "streamed"):
         expected = {"model": "tiny", "status": 200, "finish_reason": "length", "prompt_tokens": whole["usage"]["prompt_tokens"]}
@@ -96,19 +109,17 @@ def test_it_serves_drains_a_stream_on_sigterm_and_exits_with_0(start: Callable[.
 
 
 def test_a_second_signal_ends_it_at_once(start: Callable[..., Process]) -> None:
-    server = start("--drain-seconds", "600")
-    # A body that never comes whole keeps a request open.
-    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0)) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\nContent-Type: application/json\r\n\r\n{")
-        time.sleep(0.3)
+    server = start("--drain-seconds", "600", python=("-c", SLOW_COMMAND))
+    body = BODY | {"stream": True, "max_tokens": 80, "speculative": False}
+    with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+        server.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{server.url.removesuffix('/v1')}/health/ready").status_code != 503:
+            time.sleep(0.01)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        if server.process.poll() is None:
-            server.process.send_signal(signal.SIGTERM)
-        code = server.process.wait(60)
-    assert code in (0, 128 + signal.SIGTERM)
-    assert time.monotonic() - began < 30
+        assert server.process.wait(60) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 20  # its answer had twice as much to go
 
 
 def invoke(*arguments: object, **environment: str) -> Any:
@@ -149,10 +160,12 @@ class TestRefusals:
         [
             (["--port", "99999"], "port must lie in"),
             (["--max-num-seqs", "0"], "max_sequences"),
+            (["--max-num-seqs", "100000000"], "max_sequences"),
             (["--max-queue", "-1"], "max_queued"),
             (["--api-key", "a b"], "API keys must be visible ASCII"),
             (["--cors-origin", "example.com"], "CORS origin"),
             (["--drain-seconds", "-1"], "drain_seconds"),
+            (["--drain-seconds", "inf"], "drain_seconds"),
             (["--chat-template-kwargs", "[]"], "--chat-template-kwargs"),
             (["--speculative-config", "{"], "--speculative-config as a JSON object"),
             (["--speculative-config", '{"method": "eagle"}'], "expected domino"),
@@ -218,6 +231,10 @@ class TestChoices:
         done = invoke(tiny_bundle, "--port", 0, *flags)
         assert done.exit_code == 0, done.output
         assert (opened["drafter"], opened["settings"].num_speculative_tokens) == (drafter, count)
+
+    def test_no_drafted_tokens_are_plain_decoding_in_the_plan(self, tiny_bundle: Path, opened: dict[str, Any]) -> None:
+        for flags in (["--num-speculative-tokens", "0"], ["--no-speculation"]):
+            assert "proposals  none, plain decoding" in invoke(tiny_bundle, "--port", 0, *flags).stdout
 
     def test_keys_come_from_flags_files_and_the_environment(self, tiny_bundle: Path, opened: dict[str, Any], tmp_path: Path) -> None:
         (tmp_path / "keys").write_text("c\nd\n")

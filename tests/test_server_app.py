@@ -16,7 +16,7 @@ from domino_deploy import __version__
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.requests import RequestStatistics
 from domino_deploy.server.app import create_app
-from domino_deploy.server.logs import JsonFormatter, LogFormat, RequestRecord, TextFormatter, log_request, logging_config
+from domino_deploy.server.logs import JsonFormatter, LogFormat, RequestRecord, TextFormatter, log_request
 from domino_deploy.server.settings import ServerSettings
 from tests.support.idle_engine import IdleEngine
 
@@ -278,6 +278,10 @@ class TestLogs:
         client.get("/version")
         assert "/version" in log.getvalue()
 
+    def test_unless_it_fails(self, log: io.StringIO) -> None:
+        log_request(RequestRecord(request_id="r1", path="/metrics", status=500), with_texts=False)
+        assert "/metrics" in log.getvalue()
+
     def test_a_failure_keeps_its_traceback(self, log: io.StringIO) -> None:
         try:
             raise ValueError("broken")
@@ -285,9 +289,3 @@ class TestLogs:
             logging.getLogger("domino_deploy.server.requests").exception("it failed")
         assert "it failed" in log.getvalue()
         assert "ValueError: broken" in log.getvalue()
-
-    def test_uvicorns_lines_take_the_same_form(self) -> None:
-        config = logging_config(LogFormat.JSON, "info")
-        assert config["formatters"]["lines"]["()"] is JsonFormatter
-        assert config["root"]["handlers"] == ["stderr"]
-        assert "handlers" not in config["loggers"]["uvicorn"]

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from domino_deploy.server.app import create_app
-from domino_deploy.server.settings import ServerSettings
-from tests.support.fake_engine import ScriptedEngine
+from domino_deploy.runtime.text import Tokenizer
+from tests.support.fake_engine import ScriptedEngine, client_of
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -27,7 +26,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type":
 @pytest.fixture(scope="module")
 def client(tiny_bundle: Path) -> Iterator[TestClient]:
     with ScriptedEngine(tiny_bundle, "unused") as engine:
-        yield TestClient(create_app(engine, ServerSettings(served_model_names=("tiny",))), raise_server_exceptions=False)
+        yield client_of(engine)
         assert engine.requests == [], "a bad request reached the engine"
 
 
@@ -226,7 +225,8 @@ BAD_TEXTS: list[tuple[str, bytes, str | None]] = [
     ("a lone surrogate in a list", b'{"model": "tiny", "prompt": ["a", "\\udc00"]}', "prompt[1]"),
     ("a lone surrogate in a name", b'{"model": "tiny", "prompt": "a", "metadata": {"\\ud800": 1}}', "metadata.\\ud800"),
     ("70 levels", nested(70).encode(), "metadata"),
-    ("a million levels", nested(10**6).encode(), None),
+    ("a hundred thousand levels", nested(10**5).encode(), None),
+    ("a million lists", b'{"model": "tiny", "prompt": "a", "metadata": {"a": [' + b"[]," * 10**6 + b"1]}}", None),
 ]
 
 
@@ -264,14 +264,53 @@ def test_a_prompt_that_is_too_long_is_a_400_with_both_lengths(client: TestClient
     assert any(number.strip(".,").isdecimal() and int(number.strip(".,")) > 511 for number in error["message"].split("found")[1].split())
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (PLAIN, {**BODIES[PLAIN], "prompt": ["short", "x" * (2**20 + 1)]}, "prompt"),
+        (CHAT, {**BODIES[CHAT], "messages": message(content="x" * (2**20 + 1))}, "messages"),
+        ("/tokenize", {"prompt": "x" * (2**20 + 1)}, "prompt"),
+    ],
+)
+def test_a_text_far_beyond_any_prompt_is_not_tokenised(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+) -> None:
+    tokenised: list[int] = []
+    encode = Tokenizer.encode
+
+    def noting(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokenised.append(len(text))
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noting)
+    error = error_of(client.post(path, json=body), 400)
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert str(2**20) in error["message"]
+    assert max(tokenised, default=0) < 2**20
+
+
+def test_more_tokens_than_any_text_has_are_not_detokenised(client: TestClient) -> None:
+    assert error_of(client.post("/detokenize", json={"tokens": [5] * (2**20 + 1)}), 400)["param"] == "tokens"
+
+
+@pytest.mark.parametrize("field", ["content", "tool_calls"])
+def test_a_list_full_of_errors_is_one_problem(client: TestClient, field: str) -> None:
+    # Millions of them fit into a body, and each would be a kilobyte.
+    body = {**BODIES[CHAT], "messages": message(role="assistant", **{field: [1] * 100})}
+    error = error_of(client.post(CHAT, json=body), 400)
+    assert error["param"] == f"messages[0].{field}[0]"
+    assert f"{field}[1]" not in error["message"]
+
+
+def test_half_a_character_in_the_arguments_of_a_call_names_the_messages(client: TestClient) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    error = error_of(client.post(CHAT, json={**BODIES[CHAT], "messages": message(role="assistant", tool_calls=[call])}), 400)
+    assert error["param"] == "messages"
+
+
 def test_messages_that_the_template_refuses_are_a_400(tiny_bundle: Path) -> None:
     with ScriptedEngine(tiny_bundle) as engine:
         engine.tokenizer._template_source = "{{ raise_exception('Roles must alternate') }}"
-        client = TestClient(create_app(engine, ServerSettings(served_model_names=("tiny",))), raise_server_exceptions=False)
-        error = error_of(client.post(CHAT, json=BODIES[CHAT]), 400)
+        error = error_of(client_of(engine).post(CHAT, json=BODIES[CHAT]), 400)
     assert error["param"] == "messages"
     assert "Roles must alternate" in error["message"]
-
-
-def test_the_table_is_as_long_as_promised() -> None:
-    assert len(BAD_FIELDS) + len(TOGETHER) + len(BAD_TEXTS) >= 60

@@ -13,9 +13,8 @@ from starlette.testclient import TestClient
 
 from domino_deploy.runtime.engine import Engine, EngineSettings
 from domino_deploy.runtime.session import GenerationParams, Session
-from domino_deploy.server.app import create_app
-from domino_deploy.server.settings import ServerSettings, StatisticsLevel
-from tests.support.fake_engine import ScriptedEngine
+from domino_deploy.server.settings import StatisticsLevel
+from tests.support.fake_engine import ScriptedEngine, client_of
 
 TEXT = "A drafter proposes: naïve café, 東京 🙂."
 USER = [{"role": "user", "content": "Hello"}]
@@ -25,10 +24,6 @@ USER = [{"role": "user", "content": "Hello"}]
 def engine(tiny_bundle: Path) -> Iterator[ScriptedEngine]:
     with ScriptedEngine(tiny_bundle, TEXT) as engine:
         yield engine
-
-
-def client_of(engine: Engine, **settings: Any) -> TestClient:
-    return TestClient(create_app(engine, ServerSettings(served_model_names=("tiny",), **settings)), raise_server_exceptions=False)
 
 
 @pytest.fixture

@@ -12,10 +12,8 @@ from starlette.testclient import TestClient
 
 from domino_deploy.runtime.engine import Engine, EngineSettings
 from domino_deploy.runtime.session import GenerationParams, Session
-from domino_deploy.server.app import create_app
-from domino_deploy.server.settings import ServerSettings
 from tests.support.doubles import toy_logits
-from tests.support.fake_engine import ScriptedEngine
+from tests.support.fake_engine import ScriptedEngine, client_of
 
 PROMPT = "Count to ten:"
 TEXT = " one, two, 東京."
@@ -25,10 +23,6 @@ TEXT = " one, two, 東京."
 def engine(tiny_bundle: Path) -> Iterator[ScriptedEngine]:
     with ScriptedEngine(tiny_bundle, TEXT) as engine:
         yield engine
-
-
-def client_of(engine: Engine, **settings: Any) -> TestClient:
-    return TestClient(create_app(engine, ServerSettings(served_model_names=("tiny",), **settings)), raise_server_exceptions=False)
 
 
 @pytest.fixture

@@ -152,9 +152,10 @@ class TestGauges:
         assert ("domino_acceptance_length", frozenset()) not in samples(engine, metrics)
 
     def test_what_is_served_is_told(self, engine: IdleEngine) -> None:
-        sources = engine.bundle.manifest.sources
         labels = {"version": __version__, "provider": "cpu", "precision": "float32"}
-        labels |= {"target": sources["target"].source, "draft": sources["drafter"].source}
+        # Folders, by their names: a path would tell of the machine they were exported on.
+        sources = engine.bundle.manifest.sources
+        labels |= {"target": Path(sources["target"].source).name, "draft": Path(sources["drafter"].source).name}
         assert value(engine, watched(engine), "domino_build_info", **labels) == 1
 
 
@@ -204,6 +205,15 @@ class TestCounters:
         metrics.width_chosen(0, "costly_batch")
         assert value(engine, metrics, "domino_speculation_disabled_total", reason="low_acceptance") == 1
         assert value(engine, metrics, "domino_speculation_disabled_total", reason="costly_batch") == 1
+
+    def test_cycles_that_let_others_join_are_counted_and_not_logged(self, engine: IdleEngine, caplog: pytest.LogCaptureFixture) -> None:
+        metrics = watched(engine)
+        with caplog.at_level(logging.INFO):
+            for width, reason in [(6, "pays"), (0, "others_join"), (6, "pays"), (0, "others_join"), (0, "low_acceptance"), (6, "pays")]:
+                metrics.width_chosen(width, reason)
+        assert value(engine, metrics, "domino_speculation_disabled_total", reason="others_join") == 2
+        assert value(engine, metrics, "domino_speculation_disabled_total", reason="low_acceptance") == 1
+        assert [record.message for record in caplog.records] == ["Speculation is off: low acceptance", "Speculation is on: pays"]
 
     def test_they_add_up_with_what_requests_were_given(self, tiny_bundle: Path) -> None:
         """A real engine: ends by length, stop token, stop string and abort, several at a time."""

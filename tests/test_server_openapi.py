@@ -96,6 +96,17 @@ def test_answers_have_the_fields_that_are_described(client: TestClient, document
     conforms(document, path, "post", 200, answer.json())
 
 
+def test_both_forms_of_the_metrics_are_described(client: TestClient, document: dict[str, Any]) -> None:
+    answers = [client.get("/metrics", headers={"accept": accept}) for accept in ("text/plain", "application/openmetrics-text")]
+    given = {answer.headers["content-type"].partition(";")[0] for answer in answers}
+    assert given == document["paths"]["/metrics"]["get"]["responses"]["200"]["content"].keys()
+
+
+def test_schemas_have_names_of_their_own(document: dict[str, Any]) -> None:
+    # Of two models of one name pydantic makes names with their modules.
+    assert [name for name in document["components"]["schemas"] if not name.isalpha()] == []
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/tokenizer_info", "/health", "/health/ready", "/version"])
 def test_so_have_answers_without_a_body(client: TestClient, document: dict[str, Any], path: str) -> None:
     conforms(document, path, "get", 200, client.get(path).json())

@@ -230,6 +230,22 @@ def test_a_refusal_is_shown_in_words_and_can_be_tried_again(page: Page, script: 
     assert [len(body["messages"]) for body in double.asked] == [1, 1]  # the failed turn left nothing behind
 
 
+def test_trying_again_waits_for_the_answer_that_is_coming(page: Page) -> None:
+    gate = threading.Event()
+    refused = Script(status=400, message="No.")
+    double = PageDouble(answer=lambda body: refused if body["speculative"] else Script(cycles=ANSWER, gate=gate))
+    with served(double.app) as address:
+        page.open(address)
+        page.click("input[name=mode][value=both]")
+        page.send("Count.")
+        page.wait_for(lambda: page.texts(".answer .text") == ["", "One"])
+        page.click(".error button")
+        gate.set()
+        page.wait_until_done()
+        assert page.texts(".answer .text") == ["", TEXT]
+    assert len(double.asked) == 2
+
+
 def test_a_server_that_is_gone_is_said_so(page: Page) -> None:
     with served(PageDouble().app) as address:
         page.open(address)

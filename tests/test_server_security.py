@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hmac
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from domino_deploy.server import body
 from domino_deploy.server.app import create_app
 from domino_deploy.server.metrics import Metrics
 from domino_deploy.server.settings import ServerSettings
 from tests.support.idle_engine import IdleEngine
+from tests.support.loopback import served
 
 KEYS = ("first-key", "second-key")
 GUARDED = ("/v1/models", "/v1/models/x", "/metrics", "/version", "/tokenizer_info", "/openapi.json", "/nowhere")
@@ -25,9 +30,12 @@ def engine(tiny_bundle: Path) -> IdleEngine:
     return IdleEngine(tiny_bundle)
 
 
+def app_of(engine: IdleEngine, **settings: Any) -> Starlette:
+    return create_app(engine, ServerSettings(**settings), Metrics("m"))  # type: ignore[arg-type]
+
+
 def client_of(engine: IdleEngine, **settings: Any) -> TestClient:
-    app = create_app(engine, ServerSettings(**settings), Metrics("m"))  # type: ignore[arg-type]
-    return TestClient(app, raise_server_exceptions=False)
+    return TestClient(app_of(engine, **settings), raise_server_exceptions=False)
 
 
 class TestKeys:
@@ -93,6 +101,17 @@ class TestBodyLimit:
         assert len(content) == 2000
         headers = {"content-type": "application/json"}
         assert client_of(engine, max_body_bytes=2000).post("/tokenize", content=content, headers=headers).status_code == 200
+
+    def test_a_body_that_does_not_come_in_time_is_refused(self, engine: IdleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
+        with served(app_of(engine)) as url:
+            address = urlsplit(url)
+            assert address.hostname is not None
+            with socket.create_connection((address.hostname, address.port or 0), timeout=60) as client:
+                client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n{")
+                answer = b"".join(iter(lambda: client.recv(4096), b""))  # to its end: the connection is closed
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"request_timeout" in answer
 
 
 class TestBrowsers:

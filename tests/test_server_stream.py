@@ -1,4 +1,4 @@
-"""Streams of both endpoints: the order of chunks, usage, errors on the way, silence, and clients that go away."""
+"""Streams of both endpoints: the order of chunks, usage, errors on the way, and silence."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from starlette.types import Message
 
-from domino_deploy.runtime.engine import Engine
-from domino_deploy.server.app import create_app
-from domino_deploy.server.settings import ServerSettings, StatisticsLevel
-from tests.support.fake_engine import ScriptedEngine
+from domino_deploy.server.settings import StatisticsLevel
+from tests.support.exchange import Exchange
+from tests.support.fake_engine import ScriptedEngine, client_of
 
 TEXT = "A drafter proposes: naïve café, 東京 🙂 and\u2028more.\n"
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -29,10 +27,6 @@ BODIES: dict[str, dict[str, Any]] = {
 def engine(tiny_bundle: Path) -> Iterator[ScriptedEngine]:
     with ScriptedEngine(tiny_bundle, TEXT) as engine:
         yield engine
-
-
-def client_of(engine: Engine, **settings: Any) -> TestClient:
-    return TestClient(create_app(engine, ServerSettings(served_model_names=("tiny",), **settings)), raise_server_exceptions=False)
 
 
 @pytest.fixture
@@ -113,6 +107,7 @@ class TestChunks:
     def test_details_account_for_every_token(self, client: TestClient, engine: ScriptedEngine) -> None:
         chunks = events(client, CHAT, speculation_details=True)
         assert "speculation" not in chunks.pop(0), "the role comes before any token"
+        assert {chunk["speculation"]["batch"] for chunk in chunks if chunk["speculation"]["cycles"]} == {1}
         tokens = [token for chunk in chunks for token in chunk["speculation"]["tokens"]]
         assert [token["id"] for token in tokens[:-1]] == engine.tokenizer.encode(TEXT)
         statistics = engine.witness.ends[-1][2]
@@ -145,7 +140,7 @@ class TestErrors:
         with ScriptedEngine(tiny_bundle, "x" * 200, max_sequences=1, max_queued=0, seconds_per_row=0.02) as engine:
             client = client_of(engine)
             with asyncio.Runner() as runner:
-                running = Exchange(engine, CHAT)
+                running = Exchange(engine, CHAT, body_of(CHAT))
                 runner.run(running.start())
                 answer = client.post(CHAT, json=body_of(CHAT))
                 assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -183,114 +178,19 @@ class TestErrors:
             assert "fire" not in error["message"]
 
 
-class Exchange:
-    """One request over bare ASGI: what the server sent so far, and a client that can go away."""
-
-    def __init__(self, engine: Engine, path: str, *, stream: bool = True, **settings: Any) -> None:
-        self._app = create_app(engine, ServerSettings(served_model_names=("tiny",), **settings))
-        self._path = path
-        self._body = json.dumps(body_of(path, stream=stream)).encode()
-        self._has_left = asyncio.Event()
-        self._is_read = False
-        self.sent: list[Message] = []
-
-    async def start(self) -> None:
-        """Return once the answer goes on: with an event of a stream, or when the engine has the request."""
-        self._task = asyncio.ensure_future(self._run())
-        while not any(b"content" in message.get("body", b"") for message in self.sent):
-            await asyncio.sleep(0.01)
-
-    async def leave(self) -> None:
-        self._has_left.set()
-        await self._task
-
-    async def _run(self) -> None:
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": self._path,
-            "raw_path": self._path.encode(),
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-        }
-        await self._app(scope, self._receive, self._send)
-
-    async def _receive(self) -> Message:
-        if not self._is_read:
-            self._is_read = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
-        await self._has_left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        self.sent.append(message)
+def test_two_clients_may_choose_one_request_id(tiny_bundle: Path) -> None:
+    with ScriptedEngine(tiny_bundle, [50] * 2000, max_model_len=4096, seconds_per_row=0.002) as engine, asyncio.Runner() as runner:
+        first = Exchange(engine, CHAT, body_of(CHAT), request_id="mine")
+        runner.run(first.start())
+        answer = client_of(engine).post(CHAT, json=body_of(CHAT, stream=False, max_tokens=2), headers={"x-request-id": "mine"})
+        assert (answer.status_code, answer.headers["x-request-id"], answer.json()["id"]) == (200, "mine", "chatcmpl-mine")
+        assert engine.snapshot().running == 1, "the first goes on"
+        runner.run(first.leave())
 
 
-class TestClientsThatGoAway:
-    def test_a_streams_request_is_cancelled(self, tiny_bundle: Path) -> None:
-        with ScriptedEngine(tiny_bundle, [50] * 2000, max_model_len=4096, seconds_per_row=0.002) as engine:
-
-            async def exchange() -> None:
-                going = Exchange(engine, CHAT)
-                await going.start()
-                await going.leave()
-                assert b"[DONE]" not in b"".join(message.get("body", b"") for message in going.sent)
-
-            asyncio.run(exchange())
-            assert engine.witness.ended.wait(30)
-            ((_, reason, statistics),) = engine.witness.ends
-            assert (reason, engine.snapshot().running) == ("abort", 0)
-            assert statistics.generated_tokens < 1000
-
-    def test_a_stream_that_nobody_waits_for_is_cancelled(self, tiny_bundle: Path) -> None:
-        with ScriptedEngine(tiny_bundle, [50] * 2000, max_model_len=4096, seconds_per_row=0.002) as engine:
-
-            async def exchange() -> None:
-                going = Exchange(engine, CHAT)
-                going._has_left.set()
-                await going._run()
-
-            asyncio.run(exchange())
-            assert engine.drain(timeout_seconds=30)
-            assert [reason for _, reason, _ in engine.witness.ends] == ["abort"]
-            assert engine.witness.ends[0][2].generated_tokens < 1000
-
-    def test_a_whole_answers_request_is_cancelled(self, tiny_bundle: Path) -> None:
-        with ScriptedEngine(tiny_bundle, [50] * 2000, max_model_len=4096, seconds_per_row=0.002) as engine:
-
-            async def exchange() -> None:
-                going = Exchange(engine, CHAT, stream=False)
-                task = asyncio.ensure_future(going._run())
-                while not engine.snapshot().running:
-                    await asyncio.sleep(0.01)
-                going._has_left.set()
-                await task
-
-            asyncio.run(exchange())
-            assert engine.witness.ended.wait(30)
-            assert [reason for _, reason, _ in engine.witness.ends] == ["abort"]
-
-    def test_all_prompts_of_a_request_are_cancelled(self, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(BODIES, PLAIN, {"prompt": ["a", "b", "c", "d", "e"], "max_tokens": 2000, "echo": True})
-        with ScriptedEngine(tiny_bundle, [50] * 2000, max_model_len=4096, max_sequences=2, seconds_per_row=0.002) as engine:
-
-            async def exchange() -> None:
-                going = Exchange(engine, PLAIN, stream=False)
-                task = asyncio.ensure_future(going._run())
-                while engine.snapshot().running < 2:
-                    await asyncio.sleep(0.01)
-                going._has_left.set()
-                await task
-
-            asyncio.run(exchange())
-            assert engine.drain(timeout_seconds=30)
-            assert [reason for _, reason, _ in engine.witness.ends] == ["abort"] * 2
-
-    def test_silence_is_filled_with_comments(self, tiny_bundle: Path) -> None:
-        with ScriptedEngine(tiny_bundle, "Hi", seconds_per_row=0.05) as engine:
-            answer = client_of(engine, keep_alive_seconds=0.01).post(CHAT, json=body_of(CHAT))
-        pieces = answer.text.split("\n\n")
-        assert pieces[0] == ": keep-alive"
-        assert all(piece == ": keep-alive" or piece.startswith("data: ") for piece in pieces[:-1])
+def test_silence_is_filled_with_comments(tiny_bundle: Path) -> None:
+    with ScriptedEngine(tiny_bundle, "Hi", seconds_per_row=0.05) as engine:
+        answer = client_of(engine, keep_alive_seconds=0.01).post(CHAT, json=body_of(CHAT))
+    pieces = answer.text.split("\n\n")
+    assert pieces[0] == ": keep-alive"
+    assert all(piece == ": keep-alive" or piece.startswith("data: ") for piece in pieces[:-1])

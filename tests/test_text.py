@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from itertools import pairwise
 
 import pytest
@@ -81,6 +83,41 @@ def test_text_is_given_out_as_soon_as_its_characters_are_whole(tokenizer):
 @settings(max_examples=300, deadline=None)
 def test_any_tokens_stream_to_what_decoding_them_at_once_gives(tokenizer, token_ids):
     assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+def test_bytes_that_never_become_a_character_are_given_out_on_the_way(tokenizer):
+    broken = tokenizer.encode("é")[1:]
+    detokenizer = IncrementalDetokenizer(tokenizer.decode)
+    pieces = []
+    for _ in range(500):
+        pieces.append(detokenizer.push(broken[0]))
+        assert len(detokenizer._window) < 50, "every push decodes the window"
+    assert 470 < len("".join(pieces)) < 500, "somebody waits for the text"
+    assert "".join([*pieces, detokenizer.flush()]) == tokenizer.decode(broken * 500)
+
+
+@given(token_ids=st.lists(st.sampled_from([0, 1, 2]), min_size=17, max_size=80), text=st.text("aé東🙂", max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_long_runs_of_broken_bytes_stream_to_what_decoding_them_at_once_gives(tokenizer, token_ids, text):
+    first, second, third = (tokenizer.encode("東")[place] for place in range(3))
+    broken = [(first, second, third)[token] for token in token_ids]
+    whole = [*broken, *tokenizer.encode(text), *broken]
+    assert "".join(pieces_of(tokenizer, whole)) == tokenizer.decode(whole)
+
+
+def test_other_threads_go_on_while_a_long_text_becomes_tokens_and_text_again(tokenizer):
+    text = "hello wor " * 40_000
+    found: list[object] = []
+    for work in (lambda: tokenizer.encode(text, add_special_tokens=False), lambda: tokenizer.decode(found[0])):
+        thread = threading.Thread(target=lambda work=work: found.append(work()))
+        thread.start()
+        turns = 0
+        while thread.is_alive():
+            time.sleep(0.001)
+            turns += 1
+        assert turns > 10, "it held the interpreter's lock"
+    assert found[0] == tokenizer.encode("hello wor ", add_special_tokens=False) * 40_000
+    assert found[1] == text
 
 
 @pytest.mark.parametrize("text", ["The dog sleeps.", "The  dog", " The dog", "é 東京 🙂 dog"])

@@ -19,6 +19,7 @@ from domino_deploy.errors import MeasurementError, RequestError
 
 Clock = Callable[[], float]
 _PIECE_BYTES = 1 << 16
+# A line of Prometheus' text format: name, labels, value, and perhaps a time.
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})?\s+(?P<value>[-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|NaN|Inf))(?:\s+-?\d+)?$")
 
 
@@ -98,14 +99,13 @@ class Client:
             MeasurementError: it cannot be asked, or lists none.
         """
         try:
-            listed = json.loads(self._get("/v1/models"))["data"]
-            return str(listed[0]["id"])
+            return str(json.loads(self._get("/v1/models"))["data"][0]["id"])
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
             message = f"Expected a list of models at /v1/models, found {type(error).__name__}: {error}."
             raise MeasurementError(f"{message} Check that the server runs, its --url and --api-key, or name the --model.") from error
 
     def metrics(self) -> dict[str, float] | None:
-        """Prometheus samples by name, all labels summed up; None if the server has no /metrics."""
+        """Prometheus samples by name, all labels summed up; None from a server that gives none at /metrics."""
         try:
             text = self._get("/metrics")
         except (OSError, http.client.HTTPException, ValueError):
@@ -187,6 +187,7 @@ class _Stream:
 
     @property
     def error(self) -> str | None:
+        """As `Answer.error`, once no more bytes come."""
         return self._failure or (None if self.is_complete else "broken_stream")
 
     def take(self, piece: bytes) -> None:

@@ -22,10 +22,10 @@ class EventReader:
             UnicodeDecodeError: data that is not UTF-8.
         """
         # A carriage return at the very end may be half of a line end: it waits for the next piece.
-        text, waiting = (self._rest + piece, b"")
-        if text.endswith(b"\r"):
-            text, waiting = text[:-1], b"\r"
-        *lines, rest = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        content, waiting = self._rest + piece, b""
+        if content.endswith(b"\r"):
+            content, waiting = content[:-1], b"\r"
+        *lines, rest = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._rest = rest + waiting
         for line in lines:
             if self._is_first_line:

@@ -75,6 +75,7 @@ class LoadSettings:
 
     @property
     def path(self) -> str:
+        """Where requests go."""
         return COMPLETIONS_PATH if self.is_raw else CHAT_PATH
 
     def body(self, model: str, prompt: str) -> dict[str, object]:
@@ -106,10 +107,12 @@ class Speculation:
 
     @property
     def acceptance_length(self) -> float | None:
+        """Tokens per cycle that drafted, the target's own included."""
         return 1 + self.accepted / self.drafts if self.drafts else None
 
     @property
     def acceptance_rate(self) -> float | None:
+        """Part of the drafted tokens that the target accepted."""
         return self.accepted / self.drafted if self.drafted else None
 
 
@@ -136,6 +139,7 @@ class Level:
 
     @property
     def succeeded(self) -> int:
+        """Requests answered in full."""
         return self.requests - sum(self.errors.values())
 
     @property
@@ -145,6 +149,7 @@ class Level:
 
     @property
     def requests_per_second(self) -> float | None:
+        """Successful requests per second of the level."""
         return self.succeeded / self.seconds if self.succeeded and self.seconds else None
 
 

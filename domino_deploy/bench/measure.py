@@ -144,7 +144,7 @@ def figures(results: Sequence[Result]) -> Figures:
     """The figures of some prompts' results; at least one."""
     plain = [result.responses[Mode.PLAIN] for result in results]
     modes = {mode: _mode_figures([result.responses[mode] for result in results], plain) for mode in results[0].responses}
-    plain_steps = [_total(step.terms_ms) for response in plain for step in response.cycles]
+    plain_steps = [step.terms_ms.total for response in plain for step in response.cycles]
     return Figures(
         prompts=len(results),
         tokens=sum(len(response.token_ids) for response in plain),
@@ -183,7 +183,7 @@ def _mode_figures(responses: Sequence[Response], plain: Sequence[Response]) -> M
         speedup=rate / plain_rate if rate is not None and plain_rate is not None else None,
         speedup_median=median(ratios) if ratios else None,
         terms_ms=_medians(cycles),
-        other_share=_ratio(sum(step.terms_ms.other for step in cycles), sum(_total(step.terms_ms) for step in cycles)),
+        other_share=_ratio(sum(step.terms_ms.other for step in cycles), sum(step.terms_ms.total for step in cycles)),
         uncertified_share=_ratio(sum(step.uncertified for step in cycles), sum(step.pooled for step in cycles)),
     )
 
@@ -202,10 +202,6 @@ def _medians(cycles: Sequence[Step]) -> TermsMs:
     return TermsMs(
         draft=of(lambda terms: terms.draft), head=of(lambda terms: terms.head), verify=of(lambda t: t.verify), other=of(lambda t: t.other)
     )
-
-
-def _total(terms: TermsMs) -> float:
-    return terms.draft + terms.head + terms.verify + terms.other
 
 
 def _ratio(amount: float, base: float) -> float | None:

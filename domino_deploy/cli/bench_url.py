@@ -43,7 +43,9 @@ _URL_OPTIONS = (
     click.option("--model", help="With --url: the model to ask for; by default the first that the server lists."),
     click.option("--api-key", envvar=["DOMINO_DEPLOY_BENCH_API_KEY", "OPENAI_API_KEY"], help="With --url: the server's key."),
     click.option("--plain", is_flag=True, help="With --url: ask a domino-deploy server to decode without speculation."),
-    click.option("--timeout", type=float, default=_DEFAULT.timeout_seconds, help="With --url: longest wait for more of an answer, s."),
+    click.option(
+        "--timeout", type=float, default=_DEFAULT.timeout_seconds, help="With --url: longest wait for more of an answer, seconds."
+    ),
 )
 _ONLY_BY_URL = {"concurrency", "requests", "warm_up", "model", "api_key", "plain", "timeout"}
 _ONLY_IN_PROCESS = {

@@ -33,8 +33,8 @@ HELP = """\
 /exit                  end (or Ctrl-D)
 Ctrl-C stops a running answer. A message that begins with / needs a space before it."""
 
-# Of the model length, left for an answer when old turns are dropped, unless less is asked for.
-_ANSWER_SHARE = 4
+# Part of the model length that old turns are dropped for, so that an answer has room; less if less is asked for.
+_ANSWER_SHARE = 0.25
 
 
 def hold_chat(ctx: click.Context, bundle: Path, opening: Mapping[str, Any], params: GenerationParams, system: str | None) -> None:
@@ -208,7 +208,7 @@ class _Chat:
             CapacityError: the message is too long by itself.
         """
         most = self._engine.max_model_len
-        room = min(self._params.max_new_tokens, max(1, most // _ANSWER_SHARE))
+        room = min(self._params.max_new_tokens, max(1, int(most * _ANSWER_SHARE)))
         dropped = 0
         while True:
             prompt_ids = self._prompt_ids(self._turns[dropped:], message)

@@ -153,24 +153,18 @@ def _show_plan(bundle: Bundle, flags: Mapping[str, Any], settings: ServerSetting
     context = flags["max_model_len"] or min(DEFAULT_MAX_MODEL_LEN, bundle.target.max_position_embeddings)
     plan = plan_memory(pair, bundle_parts(bundle), batch=engine.max_sequences, context=min(context, pair.longest_context))
     weights, caches = sum(plan.weights.values()), plan.target_cache + plan.drafter_cache
-    sources = bundle.manifest.sources
-    most = engine.num_speculative_tokens or bundle.manifest.num_speculative_tokens
-    proposals = {
-        DrafterChoice.BUNDLE: f"the drafter {sources['drafter'].source} ({bundle.drafter.kind})",
-        DrafterChoice.PROMPT_LOOKUP: "prompt lookup",
-    }
-    how = "by what pays" if engine.adaptive else "always"
     lines = {
         "bundle": f"{bundle.path}, {bundle.precision.name}",
-        "target": sources["target"].source,
-        "proposals": f"{proposals[drafter]}, up to {most} per cycle, {how}" if drafter in proposals else "none, plain decoding",
+        "target": bundle.manifest.sources["target"].source,
+        "proposals": _proposals(bundle, engine, drafter),
         "runs on": f"{flags['backend']}, {flags['provider']}" if flags["backend"] == Backend.ORT else flags["backend"],
         "slots": f"{engine.max_sequences} sequences of up to {context} tokens; {engine.max_queued} more may wait",
         "memory": f"{as_bytes(plan.total)} once all slots are full: weights {as_bytes(weights)}, caches {as_bytes(caches)}",
         "access": f"{len(settings.api_keys)} API key(s)" if settings.api_keys else "no API key needed",
     }
+    width = max(map(len, lines)) + 2
     for name, line in lines.items():
-        click.echo(f"{name:<11}{line}")
+        click.echo(f"{name:<{width}}{line}")
     free = free_memory()
     if free is not None and plan.total > free:
         click.echo(
@@ -184,3 +178,14 @@ def _show_plan(bundle: Bundle, flags: Mapping[str, Any], settings: ServerSetting
             "Set --api-key, or listen on 127.0.0.1.",
             err=True,
         )
+
+
+def _proposals(bundle: Bundle, engine: EngineSettings, drafter: DrafterChoice) -> str:
+    """Where drafted tokens come from, how many there are at most, and when."""
+    most = bundle.manifest.num_speculative_tokens if engine.num_speculative_tokens is None else engine.num_speculative_tokens
+    if drafter is DrafterChoice.NONE or most == 0:
+        return "none, plain decoding"
+    source = "prompt lookup"
+    if drafter is DrafterChoice.BUNDLE:
+        source = f"the drafter {bundle.manifest.sources['drafter'].source} ({bundle.drafter.kind})"
+    return f"{source}, up to {most} per cycle, {'by what pays' if engine.adaptive else 'always'}"

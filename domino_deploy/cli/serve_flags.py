@@ -27,7 +27,7 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
             "--api-key",
             multiple=True,
             metavar="KEY",
-            help="Key that clients must send; may be given several times. Without any, every key is accepted.",
+            help="Key that clients must send; may be given several times. Without any, none is asked for.",
         ),
         click.option("--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="Further keys, one per line."),
         click.option(
@@ -53,7 +53,9 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
             help="Sequences decoded together; 1 with the backends tensorrt and eager.",
         ),
         click.option("--max-queue", type=int, default=_ENGINE.max_queued, help="Requests that may wait; more are answered with 429."),
-        click.option("--prefill-rows", type=int, default=_ENGINE.prefill_rows, help="Prompt tokens run between two cycles of the others."),
+        click.option(
+            "--prefill-rows", type=int, default=_ENGINE.prefill_rows, help="Most prompt tokens run between two cycles of the others."
+        ),
         click.option("--threads", type=int, help="Threads per graph; by default one per physical core."),
     ),
     "Speculation": (
@@ -90,7 +92,9 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
             default=_SERVER.request_timeout_seconds,
             help="Seconds from a request's arrival to its last token; 0 for no limit.",
         ),
-        click.option("--max-body-bytes", type=int, default=_SERVER.max_body_bytes, help="Largest request body."),
+        click.option(
+            "--max-body-bytes", type=int, default=_SERVER.max_body_bytes, help="Longest request body; longer ones are answered with 413."
+        ),
         click.option(
             "--chat-template-kwargs",
             metavar="JSON",
@@ -106,7 +110,10 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
     "Metrics and logs": (
         click.option("--no-metrics", is_flag=True, help="Leave out /metrics."),
         click.option(
-            "--log-format", type=click.Choice([form.value for form in LogFormat]), default=LogFormat.TEXT.value, help="Of stderr."
+            "--log-format",
+            type=click.Choice([form.value for form in LogFormat]),
+            default=LogFormat.TEXT.value,
+            help="Of the lines on stderr.",
         ),
         click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", help="Least level that is written."),
         click.option("--log-prompts", is_flag=True, help="Log the text of prompts and answers too."),

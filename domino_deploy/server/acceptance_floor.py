@@ -9,6 +9,7 @@ _LOG = logging.getLogger(__name__)
 
 # Mean acceptance length.  The worst drafters that are of any use reach 1.3; one of another model, or of a broken graph, hardly leaves 1.
 FLOOR = 1.05
+# A few answers' worth: soon full, and one unlucky answer alone does not bring it below the floor.
 WINDOW_DRAFTS = 256
 
 
@@ -20,8 +21,8 @@ class AcceptanceFloor:
         self._drafts = self._accepted = 0
         self._was_below = False
 
-    def is_below(self, drafts: int, accepted: int) -> bool:
-        """Whether it is below, after another cycle; never before the window is full.
+    def observe(self, drafts: int, accepted: int) -> bool:
+        """Take another cycle in; whether the mean is below the floor now (never before the window is full).
 
         Args:
             drafts: sequences that proposed at least one token.

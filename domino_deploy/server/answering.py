@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from domino_deploy.errors import RequestError
-from domino_deploy.runtime.requests import LENGTH, GenerationParams, Output, OutputToken, RequestStatistics, TokenLogprobs
+from domino_deploy.runtime.requests import LENGTH, STOP, GenerationParams, Output, OutputToken, RequestStatistics, TokenLogprobs
 from domino_deploy.server.bridge import Generation, while_connected
 from domino_deploy.server.errors import ApiError, api_error, error_body
 from domino_deploy.server.fields import GenerationFields
@@ -44,13 +44,15 @@ class Answer:
 
     @property
     def text(self) -> str:
+        """What the model has said."""
         return "".join(token.text for token in self.tokens)
 
     def take(self, output: Output) -> None:
+        """Add the next output."""
         self.tokens += output.tokens
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.finish_reason, self.stop_reason, self.statistics = output.finish_reason, output.stop_reason, output.statistics
-        self.details.add(output.tokens, output.step)
+        self.details.add(output)
 
 
 class Form(Protocol):
@@ -101,7 +103,7 @@ async def answered(
         if body.constraint_field is None:
             raise
         # Of such a body, what the answer must match is the one thing that the engine itself checks.
-        raise ApiError(400, f"{body.constraint_field}: {error}", param=body.constraint_field) from error
+        raise body.constraint_error(error) from error
 
 
 class _Exchange:
@@ -133,7 +135,12 @@ class _Exchange:
         self._record.model, self._record.is_stream = body.model, bool(body.stream)
         settings = self._state.settings
         self.generation = Generation(
-            self._state.engine, prompts, params, name=self._envelope["id"], time_limit=settings.request_timeout_seconds
+            self._state.engine,
+            prompts,
+            params,
+            name=self._envelope["id"],
+            time_limit=settings.request_timeout_seconds,
+            note_end=self._note_end,
         )
 
     async def whole(self) -> dict[str, Any]:
@@ -143,7 +150,7 @@ class _Exchange:
             async for _ in self._outputs():
                 pass
         finally:
-            self.generation.close()
+            await self.generation.close()
         finished = self._finished()
         choices = [self._form.choice(answer) for answer in self._answers]
         found = {**self._envelope, "choices": choices, "usage": usage(finished), **self._metrics(finished)}
@@ -168,7 +175,7 @@ class _Exchange:
             found = api_error(error)
             if found.status == 500:  # the stream ends in order, so nothing else would say why
                 _LOG.exception("Request %s failed", self._record.request_id)
-            self._record.error = found.message
+            self._record.error = found.label
             yield event(error_body(found))
         yield DONE
 
@@ -181,15 +188,18 @@ class _Exchange:
             answer = self._answers[index]
             output = self._without_tokens(output) if self._is_empty else output
             answer.take(output)
-            if output.finish_reason is not None and output.statistics is not None:
-                self._record.answers.append((output.finish_reason, output.statistics))
-                if self._state.settings.logs_prompts:
-                    self._log_texts()
+            if output.finish_reason is not None and self._state.settings.logs_prompts:
+                self._log_texts()
             yield answer, output
+
+    def _note_end(self, output: Output) -> None:
+        output = self._without_tokens(output) if self._is_empty else output
+        if output.finish_reason is not None and output.statistics is not None:
+            self._record.answers.append((output.finish_reason, output.statistics))
 
     def _without_tokens(self, output: Output) -> Output:
         statistics = None if output.statistics is None else replace(output.statistics, generated_tokens=0)
-        finish_reason = None if output.finish_reason is None else LENGTH
+        finish_reason = LENGTH if output.finish_reason == STOP else output.finish_reason
         return replace(output, tokens=(), step=None, finish_reason=finish_reason, stop_reason=None, statistics=statistics)
 
     def _chunk(self, answer: Answer, choice: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 
 from domino_deploy.errors import DominoDeployError
 from domino_deploy.server import chat, completions, health, metrics, models, openapi, page, tokens
-from domino_deploy.server.errors import ApiError, answer_error, api_error
+from domino_deploy.server.errors import ApiError, api_error, error_response
 from domino_deploy.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimit, RequestContext, SecurityHeaders
 from domino_deploy.server.settings import ServerSettings
 from domino_deploy.server.state import ServerState, record_of
@@ -38,9 +38,10 @@ def create_app(engine: Engine, settings: ServerSettings, metrics_of_engine: Metr
         settings: the operator's choices.
         metrics_of_engine: what the engine's observer counts into, for `/metrics`; None for no such route.
     """
+    state = ServerState(engine=engine, settings=settings, metrics=metrics_of_engine)
     open_routes = [*health.open_routes, *(page.routes if settings.has_page else ())]
     guarded = [*health.routes, *models.routes, *tokens.routes, *chat.routes, *completions.routes, *openapi.routes]
-    if metrics_of_engine is not None and settings.has_metrics:
+    if state.has_metrics:
         guarded += metrics.routes
     around = [Middleware(RequestContext, logs_prompts=settings.logs_prompts), Middleware(SecurityHeaders)]
     if settings.cors_origins:
@@ -59,21 +60,26 @@ def create_app(engine: Engine, settings: ServerSettings, metrics_of_engine: Metr
     app = Starlette(
         routes=[*open_routes, *guarded],
         middleware=around,
-        exception_handlers={ApiError: _answer_error, DominoDeployError: _answer_error, HTTPException: _answer_http_error},
+        exception_handlers={
+            ApiError: _answer_error,
+            DominoDeployError: _answer_error,
+            TimeoutError: _answer_error,  # of an answer that takes longer than the server allows
+            HTTPException: _answer_http_error,
+        },
     )
     # A second address of the same thing would be one without a name in logs and in the key check.
     app.router.redirect_slashes = False
-    app.state.server = ServerState(engine=engine, settings=settings, metrics=metrics_of_engine)
+    app.state.server = state
     return app
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """OpenAI's body; the log gets names alone, since a message may quote what the client sent."""
+    """OpenAI's body, and a word for the log."""
     found, record = api_error(error), record_of(request)
-    record.error = " ".join(name for name in (found.code or found.type, found.param) if name)
-    if found.status == 500:
+    record.error = found.label
+    if found.status == 500:  # the client is told nothing, so the log has to
         _LOG.error("Request %s failed", record.request_id, exc_info=error)
-    return await answer_error(request, found)
+    return error_response(found)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

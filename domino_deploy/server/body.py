@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,11 @@ from domino_deploy.strict_json import JsonObject, strict_value
 
 # JSON schemas of tools nest some ten levels; Python's own limit is the stack.
 MAX_DEPTH = 64
+# From the head of a request to the end of its body: who sends it byte by byte must not hold its memory for ever.
+BODY_SECONDS = 60.0
+# Lists and objects of a body; a body full of empty ones would take a hundred times its size.
+MAX_CONTAINERS = 2**19
 _MOST_PROBLEMS = 10
-_LOOKED_INTO = (dict, list, str, float)
 _ADVICE = "Correct the body and send the request again."
 # (place in the body, what is wrong there): "" for the body as a whole.
 Problem = tuple[str, str]
@@ -49,10 +53,20 @@ async def read_body(request: Request, model: type[AnyBody]) -> AnyBody:
     """The body of a request, checked.
 
     Raises:
-        ApiError: 400; not declared as JSON, not strict JSON, or not what the model asks for; `param` is the first place of all.
+        ApiError: 408; it did not come in time.  400; not declared as JSON, not strict JSON, or not what the model asks for; `param` is
+            the first place of all.
     """
     _check_content_type(request.headers.get("content-type"))
-    text = await request.body()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            text = await request.body()
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"Expected the whole body within {BODY_SECONDS:g} s, found a part of it. Send the request again.",
+            code="request_timeout",
+            headers={"Connection": "close"},  # the rest of the body may still come
+        ) from error
     # Long token lists take a while, in which others' streams must go on.
     return await run_in_threadpool(parse_body, text, model)
 
@@ -100,6 +114,9 @@ def _check_content_type(header: str | None) -> None:
 
 
 def _json_object(text: bytes) -> JsonObject:
+    # An upper bound, since brackets inside of strings count as well; it costs next to nothing.
+    if text.count(b"[") + text.count(b"{") > MAX_CONTAINERS:
+        raise ApiError(400, f"Expected JSON of at most {MAX_CONTAINERS} lists and objects, found more brackets than that. {_ADVICE}")
     try:
         value = strict_value(text)
     except RecursionError as error:
@@ -119,23 +136,22 @@ def _check_tree(value: JsonObject) -> None:
         place, item = waiting.pop()
         if len(place) > MAX_DEPTH:
             raise ApiError(400, f"Expected JSON of at most {MAX_DEPTH} levels, found more. {_ADVICE}", param=str(place[0]))
-        if isinstance(item, dict):
-            for name in item:
-                _check_text((*place, name), name)
-            waiting += [((*place, name), inner) for name, inner in item.items() if isinstance(inner, _LOOKED_INTO)]
-        elif isinstance(item, list):
-            waiting += [((*place, index), inner) for index, inner in enumerate(item) if isinstance(inner, _LOOKED_INTO)]
-        elif isinstance(item, str):
-            _check_text(place, item)
-        elif not math.isfinite(item):
-            raise invalid([(_joined(place), "expected a finite number, found one that no double can hold")])
+        for step, inner in item.items() if isinstance(item, dict) else enumerate(item):
+            if isinstance(step, str):
+                _check_text(step, place, step)
+            if isinstance(inner, dict | list):
+                waiting.append(((*place, step), inner))
+            elif isinstance(inner, str):
+                _check_text(inner, place, step)
+            elif isinstance(inner, float) and not math.isfinite(inner):
+                raise invalid([(_joined((*place, step)), "expected a finite number, found one that no double can hold")])
 
 
-def _check_text(place: _Place, text: str) -> None:
+def _check_text(text: str, place: _Place, step: str | int) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        where = _joined(place).encode("ascii", "backslashreplace").decode()
+        where = _joined((*place, step)).encode("ascii", "backslashreplace").decode()
         raise ApiError(
             400, f"{where}: expected text that UTF-8 can hold, found the lone surrogate {text[error.start]!a}. {_ADVICE}", param=where
         ) from error

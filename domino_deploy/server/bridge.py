@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 # Until the engine's queue is looked at again, for the later ones of several prompts.
 _QUEUE_POLL_SECONDS = 0.1
+# What the engine says of a cancelled request comes within one iteration; a client that went away is not worth a longer wait.
+_LAST_OUTPUT_SECONDS = 2.0
 # Two clients may choose one id for their requests; in the engine they must differ.
 _SERIAL = itertools.count()
 
@@ -37,16 +40,25 @@ class Generation:
         params: of all prompts alike.
         name: of the HTTP request, for the engine's logs.
         time_limit: seconds per prompt, from its arrival in the engine.
+        note_end: told the last output of each prompt, however it ended.
     """
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], params: GenerationParams, *, name: str, time_limit: float | None
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        params: GenerationParams,
+        *,
+        name: str,
+        time_limit: float | None,
+        note_end: Callable[[Output], None],
     ) -> None:
         self._engine = engine
         self._prompts = prompts
         self._params = params
         self._name = f"{name}-{next(_SERIAL)}"
         self._time_limit = time_limit
+        self._note_end = note_end
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
         self._waiting = deque(range(len(prompts)))
@@ -63,7 +75,7 @@ class Generation:
         try:
             await self._submit_waiting()
         except BaseException:
-            self.close()
+            await self.close()
             raise
 
     async def outputs(self, silence_seconds: float) -> AsyncIterator[tuple[int, Output] | None]:
@@ -80,12 +92,11 @@ class Generation:
             except TimeoutError:
                 yield None
                 continue
+            self._follow(index, output)
             if output.finish_reason in (ABORT, ERROR):
-                self._running.discard(index)
                 raise output.error or DrainingError("Expected to answer in full, found the server shutting down. Send the request again.")
             yield index, output
             if output.finish_reason is not None:
-                self._running.discard(index)
                 await self._submit_waiting()
 
     async def _submit_waiting(self) -> None:
@@ -127,15 +138,23 @@ class Generation:
             if self._is_closed:
                 self._engine.cancel(request_id)
 
-    def close(self) -> None:
-        """Cancel what still runs."""
+    async def close(self) -> None:
+        """Cancel what still runs, and note how it ended."""
         with self._lock:
             self._is_closed = True
+        self._waiting.clear()
         # One that a thread was about to submit is in none of the two; that thread sees to it.
         for index in self._running:
             self._engine.cancel(self._request_id(index))
-        self._running.clear()
-        self._waiting.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_OUTPUT_SECONDS):
+                while self._running:
+                    self._follow(*await self._outputs.get())
+
+    def _follow(self, index: int, output: Output) -> None:
+        if output.finish_reason is not None:
+            self._running.discard(index)
+            self._note_end(output)
 
     def _request_id(self, index: int) -> str:
         return f"{self._name}-{index}"

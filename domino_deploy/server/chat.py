@@ -23,6 +23,7 @@ from domino_deploy.server.tool_parser import CallArguments, CallStart, Content, 
 
 
 async def chat_completions(request: Request) -> Response:
+    """Answer a conversation, whole or as a stream."""
     state = state_of(request)
     body = await read_body(request, ChatBody)
     check_model_name(state, body.model)
@@ -32,7 +33,8 @@ async def chat_completions(request: Request) -> Response:
         max_new_tokens=engine.max_model_len if body.wanted_tokens is None else body.wanted_tokens,
         logprobs=body.wanted_logprobs,
     )
-    prompt = await run_in_threadpool(chat_prompt_ids, body, engine.tokenizer, state.settings.chat_template_kwargs)
+    variables, max_model_len = state.settings.chat_template_kwargs, engine.max_model_len
+    prompt = await run_in_threadpool(chat_prompt_ids, body, engine.tokenizer, variables, max_model_len=max_model_len)
     check_prompts([prompt], param="messages", max_model_len=engine.max_model_len, vocab_size=engine.bundle.target.vocab_size)
     return await answered(request, body, [prompt], params, ChatForm(body, state.token_texts))
 

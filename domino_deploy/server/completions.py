@@ -16,12 +16,14 @@ from domino_deploy.server.answering import Answer, answered, check_prompts
 from domino_deploy.server.body import read_body
 from domino_deploy.server.logprobs import CompletionLogprobs, joined_logprobs
 from domino_deploy.server.models import check_model_name
+from domino_deploy.server.prompt_text import encoded
 from domino_deploy.server.schemas_completions import CompletionBody
 from domino_deploy.server.state import state_of
 from domino_deploy.server.token_texts import TokenTexts
 
 
 async def completions(request: Request) -> Response:
+    """Continue prompts, whole or as a stream."""
     state = state_of(request)
     body = await read_body(request, CompletionBody)
     check_model_name(state, body.model)
@@ -32,7 +34,7 @@ async def completions(request: Request) -> Response:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    prompts = await run_in_threadpool(_tokenised, body, engine.tokenizer)
+    prompts = await run_in_threadpool(_tokenised, body, engine.tokenizer, engine.max_model_len)
     check_prompts(prompts, param="prompt", max_model_len=engine.max_model_len, vocab_size=engine.bundle.target.vocab_size)
     form = CompletionForm(body, engine.tokenizer, state.token_texts)
     return await answered(request, body, prompts, params, form, is_empty=body.wanted_tokens == 0)
@@ -89,9 +91,14 @@ class CompletionForm:
         return (given if isinstance(given, str) else self._tokenizer.decode(given)), logprobs
 
 
-def _tokenised(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+def _tokenised(body: CompletionBody, tokenizer: Tokenizer, max_model_len: int) -> list[list[int]]:
     has_special = body.add_special_tokens is not False
-    return [tokenizer.encode(prompt, add_special_tokens=has_special) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+    return [
+        encoded(prompt, tokenizer, param="prompt", max_model_len=max_model_len, add_special_tokens=has_special)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in body.prompts
+    ]
 
 
 def _pieces(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:

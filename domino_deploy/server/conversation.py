@@ -8,20 +8,22 @@ from typing import Any
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.text import Tokenizer
 from domino_deploy.server.errors import ApiError
+from domino_deploy.server.prompt_text import encoded
 from domino_deploy.server.schemas_chat import ChatBody, Message
 from domino_deploy.server.tools import knows_tools, told_in_words
 
 
-def chat_prompt_ids(body: ChatBody, tokenizer: Tokenizer, default_variables: Mapping[str, Any]) -> list[int]:
+def chat_prompt_ids(body: ChatBody, tokenizer: Tokenizer, default_variables: Mapping[str, Any], *, max_model_len: int) -> list[int]:
     """The prompt of a conversation.
 
     Args:
         body: the request; its template variables win over `default_variables`.
         tokenizer: with the template.
         default_variables: the server's own.
+        max_model_len: the served model's.
 
     Raises:
-        ApiError: 400; no template, or one that refuses these messages.
+        ApiError: 400; no template, one that refuses these messages, or a text that is too long.
     """
     messages = [_for_template(message) for message in body.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
@@ -33,10 +35,11 @@ def chat_prompt_ids(body: ChatBody, tokenizer: Tokenizer, default_variables: Map
         variables["tools"] = tools
     try:
         text = tokenizer.render_chat(messages, add_generation_prompt=body.add_generation_prompt is not False, variables=variables)
+        # The template spells special tokens out.
+        has_special = bool(body.add_special_tokens)
+        return encoded(text, tokenizer, param="messages", max_model_len=max_model_len, add_special_tokens=has_special)
     except RequestError as error:
         raise ApiError(400, str(error), param="messages") from error
-    # The template spells special tokens out.
-    return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 
 def _for_template(message: Message) -> dict[str, Any]:

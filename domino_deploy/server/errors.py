@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from domino_deploy.errors import CapacityError, DrainingError, QueueFullError, RequestError
-
-_LOG = logging.getLogger(__name__)
 
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
@@ -53,6 +49,11 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    @property
+    def label(self) -> str:
+        """What the log says of it: names alone, since the message may quote what the client sent."""
+        return " ".join(name for name in (self.code or self.type, self.param) if name)
+
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON object that a client reads, also inside a stream."""
@@ -60,7 +61,13 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_response(error: ApiError) -> JSONResponse:
+    """The error as a response of its own."""
     return JSONResponse(error_body(error), status_code=error.status, headers=error.headers)
+
+
+def unavailable(message: str) -> ApiError:
+    """The answer of a server that takes no requests at the moment."""
+    return ApiError(503, message, code="unavailable", headers={"Retry-After": str(_UNAVAILABLE_RETRY_SECONDS)})
 
 
 def api_error(error: BaseException) -> ApiError:
@@ -75,21 +82,13 @@ def api_error(error: BaseException) -> ApiError:
         seconds = max(1, math.ceil(error.retry_after_seconds))
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(seconds)})
     if isinstance(error, DrainingError):
-        return ApiError(503, str(error), code="unavailable", headers={"Retry-After": str(_UNAVAILABLE_RETRY_SECONDS)})
+        return unavailable(str(error))
     if isinstance(error, TimeoutError):
         # The same request would take as long again: OpenAI's clients must not repeat it, as they do after a 408.
         return ApiError(408, str(error), code="request_timeout", headers={"x-should-retry": "false"})
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, error.detail, headers=error.headers)
     return ApiError(500, "The server failed on this request. Its log says why, under the id in the header x-request-id.")
-
-
-async def answer_error(request: Request, error: Exception) -> Response:
-    """Starlette's exception handler, for all that `api_error` knows."""
-    found = api_error(error)
-    if found.status == 500:  # the client is told nothing, so the log has to
-        _LOG.error("A request failed: %s", error, exc_info=error)
-    return error_response(found)
 
 
 def _type_of(status: int) -> str:

@@ -15,19 +15,23 @@ from domino_deploy.runtime.sampling import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_REPE
 from domino_deploy.server.body import Body, Problem, invalid
 from domino_deploy.server.errors import ApiError
 
+# OpenAI takes 4 stops and 300 biases: room for more, but none for a request that costs every other one time in each step.
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
+MAX_NAME_CHARACTERS = 64
 # JSON has no bound for integers; caches have one far below.
 MAX_TOKENS = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+# Of functions and schemas, as OpenAI allows them.
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS, pattern=r"^[a-zA-Z0-9_-]+$")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 
-# Of OpenAI and of vLLM, in both endpoints.
+# Fields of OpenAI's and vLLM's in both endpoints (`Body.not_honoured`).
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -71,8 +75,8 @@ class StreamOptions(Body):
 class JsonSchemaFormat(Body):
     """A JSON schema that the answer must match."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
-    description: str | None = None
+    name: Name = Field(description="What OpenAI's clients call it; without effect.")
+    description: str | None = Field(default=None, description="Accepted, without effect.")
     json_schema: dict[str, Any] | bool = Field(alias="schema", description="The schema; a masked grammar makes the answer match it.")
     strict: bool | None = Field(default=None, description="Answers match in any case.")
 
@@ -168,12 +172,18 @@ class GenerationFields(Body):
         """
         return None if self.response_format is None else self.response_format.constraint()
 
+    def constraint_error(self, error: RequestError) -> ApiError:
+        """The answer to a body whose `constraint_field` cannot be enforced."""
+        return ApiError(400, f"{self.constraint_field}: {error}", param=self.constraint_field)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """Those of `stop`, one or several."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_usage_chunk(self) -> bool:
+        """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def generation_params(
@@ -201,7 +211,7 @@ class GenerationFields(Body):
         try:
             constraint = self.constraint()
         except RequestError as error:
-            raise ApiError(400, f"{self.constraint_field}: {error}", param=self.constraint_field) from error
+            raise self.constraint_error(error) from error
         sampling = SamplingParams(
             temperature=_given(self.temperature, 1.0),
             top_k=max(0, self.top_k or 0),

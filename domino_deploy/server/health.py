@@ -7,14 +7,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from domino_deploy import __version__
-from domino_deploy.server.errors import ApiError
+from domino_deploy.server.errors import ApiError, unavailable
 from domino_deploy.server.state import state_of
 
 
 async def health(request: Request) -> Response:
     """200 as long as the engine can work, also while it warms up; 503 once it failed, which only a new start mends."""
     if state_of(request).engine.failure is not None:
-        raise ApiError(503, "The engine failed; the server's log says why. Restart the server.", code="engine_failed")
+        message = "Expected an engine that works, found that it failed; the server's log says why. Restart the server."
+        raise ApiError(503, message, code="engine_failed")
     return JSONResponse({"status": "ok"})
 
 
@@ -24,12 +25,13 @@ async def ready(request: Request) -> Response:
     if state.engine.failure is not None:
         return await health(request)
     if state.is_draining or not state.engine.is_ready:
-        why = "is ending" if state.is_draining else "is warming up"
-        raise ApiError(503, f"The server {why}. Try again, or use another instance.", code="unavailable", headers={"Retry-After": "2"})
+        found = "ending" if state.is_draining else "warming up"
+        raise unavailable(f"Expected a server that takes requests, found it {found}. Try again, or use another instance.")
     return JSONResponse({"status": "ready"})
 
 
 async def version(request: Request) -> Response:
+    """Of domino-deploy."""
     return JSONResponse({"version": __version__})
 
 

@@ -32,7 +32,7 @@ class RequestRecord:
 
     status: None until the answer begins; seconds: from arrival to the last byte; model: the name the client used.
     answers: (finish reason, statistics) of each request to the engine that it became (a list of prompts becomes several).
-    prompt, answer: texts, for --log-prompts only; is_disconnected: the client left before the end; error: the message it was sent.
+    prompt, answer: texts, for --log-prompts only; is_disconnected: the client left before the end; error: what went wrong, names alone.
     """
 
     request_id: str
@@ -47,6 +47,13 @@ class RequestRecord:
     answer: str | None = None
     is_disconnected: bool = False
     error: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the server did not do its part; 503 is what it says while it starts or ends."""
+        if self.status is None:
+            return not self.is_disconnected
+        return self.status >= 500 and self.status != 503
 
     def to_fields(self, *, with_texts: bool) -> dict[str, Any]:
         """What its line says; what there is nothing to say about is left out."""
@@ -72,9 +79,8 @@ class RequestRecord:
 
 def log_request(record: RequestRecord, *, with_texts: bool) -> None:
     """Write the line of one request: an answer that failed is an error, what machines ask all the time is for debugging."""
-    is_quiet = record.path in _QUIET_PATHS and record.status is not None
-    is_failure = not record.is_disconnected if record.status is None else record.status >= 500 and record.status != 503
-    level = logging.DEBUG if is_quiet else logging.ERROR if is_failure else logging.INFO
+    usual = logging.DEBUG if record.path in _QUIET_PATHS else logging.INFO
+    level = logging.ERROR if record.has_failed else usual
     log_fields(_REQUESTS, level, "request", record.to_fields(with_texts=with_texts))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,7 +22,8 @@ from starlette.routing import Route
 
 from domino_deploy import __version__
 from domino_deploy.runtime.controller import Reason
-from domino_deploy.runtime.requests import ABORT, ERROR, CycleRecord, Request, RequestStatistics
+from domino_deploy.runtime.protocols import TermsMs
+from domino_deploy.runtime.requests import ABORT, ERROR, LENGTH, STOP, CycleRecord, Request, RequestStatistics
 from domino_deploy.server.acceptance_floor import FLOOR, WINDOW_DRAFTS, AcceptanceFloor
 from domino_deploy.server.state import state_of
 
@@ -33,9 +35,12 @@ _LOG = logging.getLogger(__name__)
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"  # vLLM numbers its engines; there is one here
 _PROBES = (Reason.PLAIN_PROBE, Reason.SPECULATION_PROBE)
-_FINISH_REASONS = ("stop", "length", ABORT, ERROR)
+_PLAIN_REASONS = (Reason.LOW_ACCEPTANCE, Reason.COSTLY_BATCH, Reason.OTHERS_JOIN)
+_FINISH_REASONS = (STOP, LENGTH, ABORT, ERROR)
+_TERMS = tuple(term.name for term in fields(TermsMs))
 
-# Steps of 1, 2.5, 5: from a small model's graph on a GPU to a long answer on a slow CPU.
+# Seconds, in steps of 1, 2.5, 5: cycles from a small model's graph on a GPU up, requests up to a long answer on a slow CPU.  Per token
+# the steps are finer where a reader notices them; tokens of one pass come in powers of two.
 _CYCLE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
@@ -83,10 +88,7 @@ class Metrics:
         self._iteration = self._histogram(
             "vllm:iteration_tokens_total", "Tokens of one pass: rows of a prefill, or committed tokens of a cycle.", _COUNT_BUCKETS
         )
-        self._terms = {
-            term: self._histogram(f"domino_{term}_seconds", f"The {term} part of a cycle.", _CYCLE_BUCKETS)
-            for term in ("draft", "head", "verify", "other")
-        }
+        self._terms = {term: self._histogram(f"domino_{term}_seconds", f"The {term} part of a cycle.", _CYCLE_BUCKETS) for term in _TERMS}
         self._cached = self._counter("domino_cached_prompt_tokens", "Prompt tokens whose rows another request had left behind.")
         self._disabled = Counter(
             "domino_speculation_disabled",
@@ -94,6 +96,8 @@ class Metrics:
             (*_LABELS, "reason"),
             registry=self.registry,
         )
+        for reason in _PLAIN_REASONS:
+            self._disabled.labels(*self._values, reason)
         self._is_below_floor = Gauge(
             "domino_acceptance_below_floor",
             f"1 while the mean acceptance length of the last {WINDOW_DRAFTS} drafts is below {FLOOR}.",
@@ -110,7 +114,7 @@ class Metrics:
             self._accepted_per_position.labels(*self._values, str(position))
         sources = engine.bundle.manifest.sources
         names = ("version", "target", "draft", "provider", "precision")
-        target, draft = sources["target"].source, sources["drafter"].source if drafter == "bundle" else drafter
+        target, draft = sources["target"].name, sources["drafter"].name if drafter == "bundle" else drafter
         info = Gauge("domino_build_info", "What is served, as labels; always 1.", (*_LABELS, *names), registry=self.registry)
         info.labels(*self._values, __version__, target, draft, provider, engine.bundle.precision.name).set(1)
 
@@ -131,7 +135,7 @@ class Metrics:
         self._accepted.inc(record.accepted)
         for position, count in enumerate(record.accepted_per_position):
             self._accepted_per_position.labels(*self._values, str(position)).inc(count)
-        self._is_below_floor.set(self._floor.is_below(record.drafts, record.accepted))
+        self._is_below_floor.set(self._floor.observe(record.drafts, record.accepted))
 
     def delivered(self, request: Request, tokens: int, seconds_since_last: float | None) -> None:
         self._generation_tokens.inc(tokens)
@@ -158,6 +162,8 @@ class Metrics:
             return
         if width == 0 and not self._is_plain:
             self._disabled.labels(*self._values, reason).inc()
+        if reason == Reason.OTHERS_JOIN:  # for some cycles, at every arrival: nothing to log
+            return
         if (width == 0) is not self._is_plain:
             _LOG.info("Speculation is %s: %s", "off" if width == 0 else "on", reason.replace("_", " "))
         self._is_plain = width == 0

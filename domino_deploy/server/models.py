@@ -13,11 +13,13 @@ from domino_deploy.server.state import ServerState, state_of
 
 
 async def list_models(request: Request) -> Response:
+    """All names, as OpenAI lists its models."""
     state = state_of(request)
     return JSONResponse({"object": "list", "data": [_entry(state, name) for name in state.model_names]})
 
 
 async def one_model(request: Request) -> Response:
+    """One name; 404 for what is not served."""
     state = state_of(request)
     name = request.path_params["model"]
     check_model_name(state, name)

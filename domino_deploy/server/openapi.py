@@ -31,18 +31,17 @@ from domino_deploy.server.schemas_completions import CompletionBody
 from domino_deploy.server.state import state_of
 from domino_deploy.server.tokens import DetokenizeBody, TokenizeBody
 
-_JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
+_JSON, _EVENTS, _PROMETHEUS, _OPENMETRICS = "application/json", "text/event-stream", "text/plain", "application/openmetrics-text"
 _MODE: Literal["validation"] = "validation"  # a field that may be absent has a default
 _REFERENCE = "#/components/schemas/{model}"
-
-
 _ERRORS: Mapping[int, str] = {
     400: "A value cannot be used; `param` names it.",
     401: "No API key, or a wrong one.",
     404: "No such model.",
-    408: "The request's time limit is over; it is of no use to repeat it.",
+    408: "The request's time limit is over, and it is of no use to repeat it; or its body did not come in time.",
     413: "The body is too large.",
     429: "The queue is full; Retry-After says when to come back.",
+    500: "The server failed on this request; its log says why.",
     503: "The server is warming up, ending, or failed.",
 }
 
@@ -51,8 +50,8 @@ _ERRORS: Mapping[int, str] = {
 class _Operation:
     """One method of one path.
 
-    answer: the model of a 200, or the schema of one without a model; streams: a 200 may also be server-sent events; media_type: of the
-    200; errors: statuses beside the ones that every path has.
+    answer: the model of a 200, or the schema of one without a model; streams: a 200 may also be server-sent events; media_types: of the
+    200; errors: statuses beside the ones that every path has; is_open: it needs no key.
     """
 
     path: str
@@ -60,7 +59,7 @@ class _Operation:
     answer: type[BaseModel] | Mapping[str, Any]
     body: type[Body] | None = None
     streams: bool = False
-    media_type: str = _JSON
+    media_types: Sequence[str] = (_JSON,)
     errors: Sequence[int] = ()
     parameters: Sequence[Mapping[str, Any]] = ()
     is_open: bool = False
@@ -77,7 +76,7 @@ class _Operation:
 
 _MODEL_NAME = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "description": "One of the served names."}
 _GENERATION_ERRORS = (400, 404, 408, 413, 429, 503)
-_BODY_ERRORS = (400, 404, 413)
+_BODY_ERRORS = (400, 404, 408, 413)
 _OPERATIONS = (
     _Operation(
         path="/v1/chat/completions",
@@ -106,7 +105,7 @@ _OPERATIONS = (
     _Operation(path="/health/ready", summary="Whether it takes requests", answer=Status, errors=(503,), is_open=True),
     _Operation(path="/version", summary="Version of the server", answer=Version),
 )
-_METRICS = _Operation(path="/metrics", summary="Metrics for Prometheus", answer={"type": "string"}, media_type=_TEXT)
+_METRICS = _Operation(path="/metrics", summary="Metrics for Prometheus", answer={"type": "string"}, media_types=(_PROMETHEUS, _OPENMETRICS))
 
 
 def document(*, has_keys: bool, has_metrics: bool) -> dict[str, Any]:
@@ -141,11 +140,11 @@ def document(*, has_keys: bool, has_metrics: bool) -> dict[str, Any]:
 
 def _described(operation: _Operation, references: Mapping[Any, Any], *, has_keys: bool) -> dict[str, Any]:
     answer = references[operation.answer, _MODE] if isinstance(operation.answer, type) else operation.answer
-    content = {operation.media_type: {"schema": answer}}
+    content: dict[str, Any] = {media_type: {"schema": answer} for media_type in operation.media_types}
     if operation.streams:
         content[_EVENTS] = {"schema": {"type": "string", "description": "Chunks, one JSON object per event, then [DONE]."}}
     responses = {"200": {"description": "The answer.", "content": content}}
-    failures = [*operation.errors, *([401] if has_keys and not operation.is_open else [])]
+    failures = [*operation.errors, 500, *([401] if has_keys and not operation.is_open else [])]
     for status in sorted(failures):
         schema = references[ErrorBody, _MODE]
         responses[str(status)] = {"description": _ERRORS[status], "content": {_JSON: {"schema": schema}}}
@@ -164,9 +163,9 @@ def _described(operation: _Operation, references: Mapping[Any, Any], *, has_keys
 
 
 async def openapi(request: Request) -> Response:
+    """The document of the API as this server was set up."""
     state = state_of(request)
-    has_metrics = state.metrics is not None and state.settings.has_metrics
-    return JSONResponse(document(has_keys=bool(state.settings.api_keys), has_metrics=has_metrics))
+    return JSONResponse(document(has_keys=bool(state.settings.api_keys), has_metrics=state.has_metrics))
 
 
 routes = [Route("/openapi.json", openapi)]

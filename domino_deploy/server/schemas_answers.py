@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -64,19 +64,19 @@ class ChatLogprobs(AnswerPart):
     refusal: None = None
 
 
-class CalledFunction(AnswerPart):
-    """A call: the name, and the arguments as JSON text."""
+class FunctionCall(AnswerPart):
+    """The name, and the arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(AnswerPart):
+class AnswerToolCall(AnswerPart):
     """A tool to call."""
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: FunctionCall
 
 
 class AnswerMessage(AnswerPart):
@@ -85,7 +85,7 @@ class AnswerMessage(AnswerPart):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ToolCall] = Field(default=[])
+    tool_calls: list[AnswerToolCall] = Field(default=[])
 
 
 class Choice(AnswerPart):
@@ -119,32 +119,84 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
 
 
-class Completion(AnswerPart):
-    """The whole answer."""
+class SpokenToken(AnswerPart):
+    """A token of the answer; drafted: it was proposed by the drafter and accepted, else it is the target's own."""
+
+    id: int
+    text: str
+    drafted: bool
+
+
+class Terms(AnswerPart):
+    """Milliseconds of cycles, by what took them."""
+
+    draft: float
+    head: float
+    verify: float
+    other: float
+
+
+class AnswerSpeculation(AnswerPart):
+    """How the tokens came about.
+
+    cycles: of the decode loop, the prompt's pass counts as one; batch: answers that shared one of them at most, and with it the times;
+    drafts: cycles that drafted; proposed, accepted: tokens of these.
+    """
+
+    tokens: list[SpokenToken]
+    cycles: int
+    batch: int
+    drafts: int
+    proposed: int
+    accepted: int
+    terms_ms: Terms
+
+
+class AcceptanceMetrics(AnswerPart):
+    """vLLM's "Per-Request Acceptance Metrics"; the two lists of single steps at the level "detailed" only."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] = Field(default=[])
+    per_step_drafted: list[int] = Field(default=[])
+
+
+class AnswerMetrics(AnswerPart):
+    """Statistics of the request; null for several choices, and for a server without a drafter."""
+
+    speculative_decoding: AcceptanceMetrics | None
+
+
+class WholeAnswer(AnswerPart):
+    """What both endpoints tell of all choices together."""
 
     id: str
+    created: int = Field(description="Unix seconds.")
+    model: str
+    system_fingerprint: None
+    usage: Usage
+    metrics: AnswerMetrics | None = Field(default=None, description="With --per-request-spec-decode-metrics.")
+    speculation: list[AnswerSpeculation] | None = Field(default=None, description="With speculation_details, one per choice.")
+
+
+class Completion(WholeAnswer):
+    """The text behind each prompt."""
+
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: None
     choices: list[CompletionChoice]
-    usage: Usage
-    metrics: dict[str, Any] | None = Field(default=None, description="With --per-request-spec-decode-metrics, in vLLM's shape.")
-    speculation: list[dict[str, Any]] | None = Field(default=None, description="With speculation_details.")
 
 
-class ChatCompletion(AnswerPart):
-    """The whole answer."""
+class ChatCompletion(WholeAnswer):
+    """The next message."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: None
     choices: list[ChatChoice]
-    usage: Usage
-    metrics: dict[str, Any] | None = Field(default=None, description="With --per-request-spec-decode-metrics, in vLLM's shape.")
-    speculation: list[dict[str, Any]] | None = Field(default=None, description="With speculation_details.")
 
 
 class ModelEntry(AnswerPart):

@@ -10,16 +10,15 @@ from pydantic import Field
 
 from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, tool_calls
 from domino_deploy.server.body import Body, Problem, shown
-from domino_deploy.server.fields import MAX_TOKENS, NOT_HONOURED, GenerationFields, TopLogprobs
+from domino_deploy.server.fields import MAX_NAME_CHARACTERS, MAX_TOKENS, NOT_HONOURED, GenerationFields, Name, TopLogprobs
 
+# Far above what conversations hold, low enough for a template to run through; OpenAI takes 128 tools.
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 128
 MAX_TEMPLATE_VARIABLES = 64
 # What the server itself gives to the template.
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
-
-_Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
 
 
 class TextPart(Body):
@@ -32,14 +31,14 @@ class TextPart(Body):
 class CalledFunction(Body):
     """What the assistant called, and with what."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
     arguments: str = Field(description="A JSON object, as text.")
 
 
 class ToolCall(Body):
     """One call of a tool in an earlier message of the assistant."""
 
-    id: str | None = None
+    id: str | None = Field(default=None, description="What the tool's message names as `tool_call_id`.")
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -57,11 +56,13 @@ class Message(Body):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = Field(
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = Field(
         default=None, description="Text, or text in parts, which are joined by line breaks; null for an assistant that only calls tools."
     )
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = Field(default=None, description="The assistant's.")
+    name: str | None = Field(default=None, description="Who speaks; the template may show it.")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        default=None, description="The assistant's."
+    )
     tool_call_id: str | None = Field(default=None, description="The call that a tool's message answers.")
     reasoning_content: str | None = Field(default=None, description="The assistant's; the template may show it.")
     audio: None = Field(default=None, description="Not supported.")
@@ -69,6 +70,7 @@ class Message(Body):
 
     @property
     def text(self) -> str:
+        """The text in one piece, "" for none."""
         if isinstance(self.content, list):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
@@ -90,8 +92,8 @@ class Message(Body):
 class Function(Body):
     """A function that the model may call."""
 
-    name: _Name
-    description: str | None = None
+    name: Name = Field(description="Each tool needs one of its own.")
+    description: str | None = Field(default=None, description="For the model: what it does and when to call it.")
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of its arguments; none if left out.")
     strict: bool | None = Field(default=None, description="true: calls match the schema; forced ones do in any case.")
 
@@ -138,7 +140,9 @@ class ChatBody(GenerationFields):
         "thinking_token_budget": (),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] = Field(
+        description="The conversation, oldest message first; the bundle's own chat template makes the prompt of it."
+    )
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = Field(
         default=None, description="Newer name of max_tokens; if both are left out, as many as the model's length allows."
     )

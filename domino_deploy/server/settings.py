@@ -1,15 +1,16 @@
-"""What an operator can choose about the server; the engine's own settings are in `runtime/engine.py`."""
+"""What an operator can choose about the server; the engine's own settings are in `runtime/engine_settings.py`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from domino_deploy.errors import RequestError, listed
 
+_LONGEST_DRAIN_SECONDS = 24 * 60 * 60  # threads cannot wait for any number of seconds
 _ORIGIN = re.compile(r"https?://[^/\s?#]+|\*")
 
 
@@ -65,8 +66,8 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 problems.append(f"{name} must be above 0, found {value}")
-        if not self.drain_seconds >= 0:
-            problems.append(f"drain_seconds must be at least 0, found {self.drain_seconds}")
+        if not 0 <= self.drain_seconds <= _LONGEST_DRAIN_SECONDS:
+            problems.append(f"drain_seconds must lie in [0, {_LONGEST_DRAIN_SECONDS}], found {self.drain_seconds}")
         # Keys travel in a header, which carries visible ASCII.
         bad_keys = sum(not re.fullmatch(r"[!-~]+", key) for key in self.api_keys)
         if bad_keys:
@@ -84,6 +85,3 @@ class ServerSettings:
     def is_open_to_the_network(self) -> bool:
         """Whether other machines can reach it."""
         return not (self.host in ("localhost", "::1") or self.host.startswith("127."))
-
-
-DEFAULTS = {setting.name: setting.default for setting in fields(ServerSettings)}

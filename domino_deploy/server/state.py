@@ -20,13 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class ServerState:
-    """engine: what answers; metrics: None with --no-metrics; created: Unix seconds of the start; is_draining: no new requests."""
+    """What the routes share.
+
+    engine: what answers; metrics: what its observer counts into, None without one; created: Unix seconds of the start; is_draining: no
+    new requests.
+    """
 
     engine: Engine
     settings: ServerSettings
     metrics: Metrics | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether `/metrics` is there."""
+        return self.metrics is not None and self.settings.has_metrics
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -40,6 +49,7 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
+    """What the application of this request shares."""
     found = request.app.state.server
     assert isinstance(found, ServerState)
     return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from domino_deploy.runtime.protocols import Step, TermsMs
-from domino_deploy.runtime.requests import OutputToken, RequestStatistics
+from domino_deploy.runtime.requests import Output, OutputToken, RequestStatistics
 from domino_deploy.server.settings import StatisticsLevel
 
 
@@ -65,26 +66,25 @@ class SpeculationDetails:
     def __init__(self) -> None:
         self._tokens: list[OutputToken] = []
         self._steps: list[Step] = []
+        self._batch = 0
 
-    def add(self, tokens: Sequence[OutputToken], step: Step | None) -> None:
-        self._tokens += tokens
-        self._steps += [] if step is None else [step]
+    def add(self, output: Output) -> None:
+        """What an output brought: its tokens, and its cycle if it tells of one."""
+        self._tokens += output.tokens
+        if output.step is not None:
+            self._steps.append(output.step)
+            self._batch = max(self._batch, output.batch)
 
     def take(self) -> dict[str, Any]:
         """What there is to tell; from then on it has been told."""
-        tokens, steps = self._tokens, self._steps
-        self._tokens, self._steps = [], []
-        terms: list[TermsMs] = [step.terms_ms for step in steps]
+        tokens, steps, batch = self._tokens, self._steps, self._batch
+        self._tokens, self._steps, self._batch = [], [], 0
         return {
             "tokens": [{"id": token.token_id, "text": token.text, "drafted": token.drafted} for token in tokens],
             "cycles": len(steps),
+            "batch": batch,
             "drafts": sum(step.proposed > 0 for step in steps),
             "proposed": sum(step.proposed for step in steps),
             "accepted": sum(step.accepted for step in steps),
-            "terms_ms": {
-                "draft": sum(term.draft for term in terms),
-                "head": sum(term.head for term in terms),
-                "verify": sum(term.verify for term in terms),
-                "other": sum(term.other for term in terms),
-            },
+            "terms_ms": {term.name: sum(getattr(step.terms_ms, term.name) for step in steps) for term in fields(TermsMs)},
         }

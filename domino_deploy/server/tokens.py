@@ -15,9 +15,13 @@ from domino_deploy.server.body import Body, Problem, invalid, read_body
 from domino_deploy.server.conversation import chat_prompt_ids
 from domino_deploy.server.fields import TokenId
 from domino_deploy.server.models import check_model_name
+from domino_deploy.server.prompt_text import encoded
 from domino_deploy.server.schemas_answers import Detokenized, Tokenized
 from domino_deploy.server.schemas_chat import MAX_MESSAGES, MAX_TEMPLATE_VARIABLES, MAX_TOOLS, ChatBody, Message, Tool
 from domino_deploy.server.state import ServerState, record_of, state_of
+
+# Far above what models take, and a second of work.
+MAX_DETOKENIZED = 2**20
 
 
 class TokenizeBody(Body):
@@ -65,10 +69,11 @@ class DetokenizeBody(Body):
     """Token ids."""
 
     model: str | None = Field(default=None, description="One of the names that /v1/models lists; null for the one that is served.")
-    tokens: Annotated[list[TokenId], FailFast()]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED), FailFast()] = Field(description="Token ids, special ones included.")
 
 
 async def tokenize(request: Request) -> Response:
+    """The tokens of a text, or of the prompt that a conversation becomes."""
     state = state_of(request)
     body = await read_body(request, TokenizeBody)
     _check_model(request, state, body.model)
@@ -80,6 +85,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
     state = state_of(request)
     body = await read_body(request, DetokenizeBody)
     _check_model(request, state, body.model)
@@ -113,10 +119,11 @@ def _check_model(request: Request, state: ServerState, name: str | None) -> None
 
 
 def _tokens(state: ServerState, body: TokenizeBody) -> list[int]:
-    conversation, tokenizer = body.conversation, state.engine.tokenizer
+    conversation, tokenizer, max_model_len = body.conversation, state.engine.tokenizer, state.engine.max_model_len
     if conversation is not None:
-        return chat_prompt_ids(conversation, tokenizer, state.settings.chat_template_kwargs)
-    return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        return chat_prompt_ids(conversation, tokenizer, state.settings.chat_template_kwargs, max_model_len=max_model_len)
+    has_special = body.add_special_tokens is not False
+    return encoded(body.prompt or "", tokenizer, param="prompt", max_model_len=max_model_len, add_special_tokens=has_special)
 
 
 routes = [

@@ -137,10 +137,12 @@ class ToolCallParser:
             yield Content(text=self._space + OPEN_CALL + text + closing)
             return
         yield self._started(name)
-        yield CallArguments(index=self.calls - 1, text=json.dumps(arguments, ensure_ascii=False))
+        # ASCII: an escape of the model's may stand for half a character, which no response could carry.
+        yield CallArguments(index=self.calls - 1, text=json.dumps(arguments))
 
     def _started(self, name: str) -> CallStart:
         self.calls += 1
+        # 24 characters, as OpenAI's ids have.
         return CallStart(index=self.calls - 1, call_id=f"call_{uuid.uuid4().hex[:24]}", name=name)
 
     @staticmethod

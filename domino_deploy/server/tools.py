@@ -42,19 +42,20 @@ def told_in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
     Results of calls come from the user then, neighbouring ones in one message, since many templates insist on alternating roles.
     """
     told: list[dict[str, Any]] = []
+    is_behind_result = False
     for message in messages:
-        if message["role"] == "tool":
+        is_result = message["role"] == "tool"
+        if is_result:
             result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if told and told[-1].get("holds_results"):
+            if is_behind_result:
                 told[-1]["content"] += f"\n{result}"
             else:
-                told.append({"role": "user", "content": result, "holds_results": True})
+                told.append({"role": "user", "content": result})
         else:
             calls = "\n".join(_call_texts(message))
             content = "\n".join(part for part in (message["content"], calls) if part)
             told.append({**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content})
-    for message in told:
-        message.pop("holds_results", None)
+        is_behind_result = is_result
     if tools:
         _tell_of(tools, told)
     return told

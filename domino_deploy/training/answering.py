@@ -117,6 +117,7 @@ def answer_prompts(
 
 def claim_of(checkpoint: Checkpoint[TargetConfig], options: Answering) -> dict[str, object]:
     """What responses depend on beside their prompts' ids, as a work folder notes it."""
+    # By name: penalties and biases, which are not applied here, would make other claims than work folders of earlier versions hold.
     drawn = {name: getattr(options.sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     sampling = "greedy" if options.sampling.is_greedy else drawn
     return {

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from domino_deploy.runtime.backends.ort_binding import Array, BoundGraph
-from domino_deploy.runtime.kv_cache import GROWTH_ROWS
+from domino_deploy.runtime.kv_cache import GROWTH_ROWS, next_multiple
 
 # A slot that the last passes left alone is parked when the memory changes its shape.  A prompt that comes in pieces has every
 # second pass, a sequence that decodes all of them or, where prompts come first, one in a few.
@@ -102,9 +102,10 @@ class SlotCaches:
         """
         fresh = {slot for slot in self._places if slot is not None and self._passes - self._last_pass[slot] < _FRESH_PASSES} | {*slots}
         longest = max(cache_slots, *(self._lengths[slot] for slot in fresh))
-        needed = -(-longest // GROWTH_ROWS) * GROWTH_ROWS
+        needed = next_multiple(longest, GROWTH_ROWS)
         placed = {slot for slot in self._places if slot is not None} | {*slots}
         fits = needed <= self._cache_slots and len(placed) <= len(self._places)
+        # Shrunk only where that frees a quarter of the length or three quarters of the places: each time is a copy.
         if fits and 4 * needed > 3 * self._cache_slots and 4 * len(placed) > len(self._places):
             return
         for slot in placed - fresh:

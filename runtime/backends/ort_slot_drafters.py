@@ -120,7 +120,8 @@ class BackboneSlots:
 
     def take(self, slot: int, features: FloatArray) -> None:
         self._pending[slot].append(features.copy())
-        if self._num_pending(slot) >= _MOST_PENDING:
+        # A piece of a prompt right away, with the prompt: the first draft, which others wait for too, would have to.
+        if len(features) > self._passes.config.block_size or self._num_pending(slot) >= _MOST_PENDING:
             self._append_pending(slot)
 
     def truncate(self, slot: int, rows: int) -> None:

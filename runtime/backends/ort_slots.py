@@ -52,6 +52,8 @@ class _Cycle:
 class OrtSlots:
     """Target and drafter over several slots (`protocols.SlotPair`); arrays handed out are valid until the next pass.
 
+    A call that does not fit what the slots hold is a ValueError.
+
     Args:
         target: passes of the target.
         drafter: the source of proposals, or None.
@@ -107,7 +109,6 @@ class OrtSlots:
 
     def cycle(self, sequences: Sequence[SlotCycle]) -> BatchVerified:
         """See `protocols.SlotPair`."""
-        started = perf_counter()
         slots = [sequence.slot for sequence in sequences]
         if not slots or len({*slots}) < len(slots):
             raise ValueError(f"expected at least one sequence, in each slot once, found {slots}")
@@ -128,12 +129,7 @@ class OrtSlots:
         found = self._run(slots, pieces, [len(piece) for piece in pieces])
         finished = perf_counter()
         self._cycle = _Cycle(sequences=sequences, found=found)
-        terms = TermsMs(
-            draft=drafted.draft_ms,
-            head=drafted.head_ms,
-            verify=(finished - verified_from) * 1e3,
-            other=max(0.0, (verified_from - started) * 1e3 - drafted.draft_ms - drafted.head_ms),
-        )
+        terms = TermsMs(draft=drafted.draft_ms, head=drafted.head_ms, verify=(finished - verified_from) * 1e3)
         verified = [
             Verified(proposal=proposals.get(sequence.slot, NOTHING_PROPOSED), logits=rows.logits)
             for sequence, rows in zip(sequences, found, strict=True)
@@ -158,7 +154,7 @@ class OrtSlots:
         needed = max(piece.start for piece in asked) + self._target.rows_for(asked)
         order, cache_slots = self.caches.bind(slots, needed)
         found = self._target.run([asked[index] for index in order], cache_slots)
-        return [found[place] for place in np.argsort(order)]
+        return [found[place] for place in np.argsort(order)]  # the inverse of the order
 
     def _append(self, slot: int, features: FloatArray, with_drafter: bool) -> None:
         self.caches.append(slot, len(features))

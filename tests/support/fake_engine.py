@@ -6,17 +6,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from starlette.testclient import TestClient
 
 from domino_deploy.bundle import open_bundle
 from domino_deploy.runtime.engine import Engine, EngineSettings
 from domino_deploy.runtime.protocols import FloatArray
 from domino_deploy.runtime.requests import CycleRecord, Request, RequestStatistics
 from domino_deploy.runtime.text import bundle_tokenizer
+from domino_deploy.server.app import create_app
+from domino_deploy.server.settings import ServerSettings
 from tests.support.doubles import toy_logits
 from tests.support.toy_pair import ToyPair
 
 # Of the scripted token, above the others' noise: far enough to be chosen at temperature 1 with any seed.
 _CERTAIN = 40.0
+
+
+def client_of(engine: Engine, **settings: Any) -> TestClient:
+    """A client of a server over this engine, whose model is called tiny."""
+    return TestClient(create_app(engine, ServerSettings(served_model_names=("tiny",), **settings)), raise_server_exceptions=False)
 
 
 class Witness:
@@ -51,7 +61,7 @@ class ScriptedEngine(Engine):
 
     Attributes:
         answer: may be changed between requests.
-        prompts: of all requests so far.
+        requests, prompts: all so far, and their token ids.
         witness: of their ends.
     """
 

@@ -35,6 +35,7 @@ class Cycle:
         details = {
             "tokens": tokens,
             "cycles": 1,
+            "batch": 1,
             "drafts": int(self.proposed > 0),
             "proposed": self.proposed,
             "accepted": self.accepted,

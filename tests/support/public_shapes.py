@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from domino_deploy.checkpoint_config import target_config
 from domino_deploy.checkpoint_drafter import drafter_config
 from domino_deploy.checkpoint_tensors import Shapes, expected_drafter_tensors, expected_target_tensors
 from domino_deploy.safetensors_header import header_for
-from tests.support.source_copy import ROOT
+from tests.support.scripts import loaded_script
 
 _BF16_BYTES = 2
 
 
 def write_public_pair(folder: Path, shape: str, *, layers: int = 2, draft_layers: int = 1) -> tuple[Path, Path]:
     """Target and drafter in bfloat16, in the shape of "qwen3-4b" or "qwen3-8b" but for the number of layers."""
-    scripts = _random_pair()
+    scripts = loaded_script("random_pair")
     target = scripts.target_json(scripts.SHAPES[shape], layers)
     drafter = scripts.drafter_json(target, num_hidden_layers=draft_layers)
     shapes = {
@@ -41,14 +38,3 @@ def _write_checkpoint(folder: Path, config: Mapping[str, Any], shapes: Shapes) -
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header_for({name: ("BF16", shape) for name, shape in shapes.items()})[0])
         file.truncate(file.tell() + _BF16_BYTES * sum(math.prod(shape) for shape in shapes.values()))
-
-
-def _random_pair() -> ModuleType:
-    """scripts/random_pair.py."""
-    spec = importlib.util.spec_from_file_location("random_pair_script", ROOT / "scripts" / "random_pair.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

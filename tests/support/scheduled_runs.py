@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from domino_deploy.runtime.choosing import Chooser
 from domino_deploy.runtime.constraints import Matcher
 from domino_deploy.runtime.controller import SpeculationController
 from domino_deploy.runtime.decode import generate
 from domino_deploy.runtime.output import OutputStream
-from domino_deploy.runtime.protocols import SlotPair, Target
+from domino_deploy.runtime.protocols import FloatArray, SlotPair, Target
 from domino_deploy.runtime.requests import CycleRecord, GenerationParams, Output, OutputToken, Request, RequestStatistics, TokenLogprobs
 from domino_deploy.runtime.scheduled_request import SchedulerLimits
 from domino_deploy.runtime.scheduler import Scheduler
 from tests.support.doubles import ToyTarget
 
 PATIENCE = 60.0  # seconds that a test waits for what takes milliseconds
-LETTERS = "abcdefgh"
+LETTERS = "abcdefgh"  # of a toy vocabulary of 8 tokens
 EOS = 7
 
 
@@ -193,9 +195,11 @@ def bench(
     controller: SpeculationController | None = None,
     eos_token_ids: tuple[int, ...] = (EOS,),
     decode: Callable[[Sequence[int]], str] = decode,
+    observer: Journal | None = None,
 ) -> Bench:
+    """A scheduler over a pair; prompts come in so small pieces, and so few rows are worth a copy, that short ones have several."""
     most = pair.max_proposals if max_drafts is None else max_drafts
-    clock, journal = Clock(), Journal()
+    clock, journal = Clock(), observer or Journal()
     scheduler = Scheduler(
         pair,
         decode,
@@ -219,8 +223,7 @@ def alone(
     matcher: Matcher | None = None,
 ) -> Answer:
     """The request's single run, plain: what it must say in any company."""
-    if not params.ignore_eos:
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, *eos_token_ids))
+    params = params.ended_by(eos_token_ids)
     chooser = Chooser(params, prompt_ids, matcher)
     stream = OutputStream(decode, params, () if params.ignore_eos else eos_token_ids)
     answer, count = Answer(), 0
@@ -239,6 +242,12 @@ def alone(
         if released.step.finish_reason is not None:
             break
     return answer
+
+
+def logprob_values(logprobs: Iterable[TokenLogprobs | None], top: int) -> FloatArray:
+    """[tokens, 1 + top], without the first token of a prompt, which has none: its own log-probability and the likeliest ones'."""
+    rows = [[entry.logprob, *(value for _, value in entry.top)] for entry in logprobs if entry is not None]
+    return np.array(rows, dtype=np.float32).reshape(-1, 1 + top)
 
 
 def plain_view(answer: Answer) -> tuple[object, ...]:

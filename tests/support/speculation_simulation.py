@@ -11,9 +11,8 @@ from domino_deploy.runtime.controller import AcceptanceHistory, SpeculationContr
 from domino_deploy.runtime.protocols import TermsMs
 from domino_deploy.runtime.requests import CycleRecord
 
-Cost = Callable[[int, int], float]
+Cost = Callable[[int, int], float]  # (batch, width) -> milliseconds
 Chances = Callable[[int, int], float]  # (sequence, cycle) -> chance of every proposal
-
 
 MAX_WIDTH = 15
 

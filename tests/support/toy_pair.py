@@ -35,6 +35,7 @@ class ToyPair:
         hit_chance: how often a draft is the target's likeliest token.
         seed: of the drafts.
         max_prefill_rows, reuses_prefixes, gives_prompt_logits: as in the protocol.
+        logits: those behind a prefix, for that many tokens.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ToyPair:
         self.gives_prompt_logits = gives_prompt_logits
         self.calls: list[tuple[str, int]] = []  # ("prefill", rows), ("cycle", sequences), ("copy", rows): what was asked, in order
         self.fail_at: int | None = None  # number of the prefill or cycle that dies
+        self.failure: BaseException = RuntimeError("the machine is on fire")
         self._hit_chance = hit_chance
         self._seed = seed
         self._logits = logits
@@ -150,7 +152,7 @@ class ToyPair:
         self._pending = None
 
     def _drafts(self, prefix: Prefix, count: int) -> list[int]:
-        """Fewer than asked for at times, as prompt lookup's."""
+        """Fewer than asked for at times, as prompt lookup's; never where every draft is to be right."""
         drafts: list[int] = []
         while len(drafts) < count:
             behind = (*prefix, *drafts)
@@ -174,7 +176,7 @@ class ToyPair:
         self.calls.append((kind, size))
         self._passes += 1
         if self._passes == self.fail_at:
-            raise RuntimeError("the machine is on fire")
+            raise self.failure
 
     def _expect_drafter(self, slot: int, with_drafter: bool) -> None:
         held = self.rows(slot)

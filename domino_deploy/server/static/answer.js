@@ -15,7 +15,7 @@ export class AnswerView {
   constructor(title, isPlain) {
     this.element = made("article", isPlain ? "answer plain" : "answer");
     this.element.setAttribute("aria-label", `Answer, ${title}`);
-    this.title = add(this.element, "h3", "title", title);
+    this.title = add(this.element, "h2", "title", title);
     this.text = add(this.element, "div", "text");
     this.figures = add(this.element, "dl", "figures");
     this.values = {};
@@ -126,6 +126,7 @@ function duration(ms) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`;
 }
 
+/** A new element with its class and its text. */
 export function made(tag, className = "", text = "") {
   const element = document.createElement(tag);
   if (className) element.className = className;

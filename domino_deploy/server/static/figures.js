@@ -64,6 +64,7 @@ export class Figures {
     return this.firstAt !== null && seconds > 0 ? (this.tokens - this.firstTokens) / seconds : null;
   }
 
+  /** From sending to the first tokens, or null before them. */
   get firstTokenMs() {
     return this.firstAt === null ? null : this.firstAt - this.started;
   }

@@ -25,6 +25,7 @@ async function send(text) {
   showRunning(true);
   const ways = mode() === "both" ? ["on", "off"] : [mode()];
   const again = () => {
+    if (running) return; // a later question's answer is coming, or the second one side by side
     turn.remove();
     send(text);
   };
@@ -66,7 +67,6 @@ async function receive(view, request, signal, again) {
       if (chunk.speculation) figures.add(chunk.speculation, performance.now());
       view.append(chunk.speculation, said);
       if (choice?.finish_reason === "length") note = "cut at the longest length";
-      if (choice?.finish_reason === "abort") note = "ended by the server";
       if (chunk.usage) figures.close(chunk.usage, chunk.metrics);
       view.show(figures);
       followEnd();

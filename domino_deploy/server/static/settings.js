@@ -15,8 +15,10 @@ export const mode = () => chosen("mode");
 /** "one" after the other, or "both" at once. */
 export const order = () => chosen("order");
 
+/** The API key as typed, "" for none. */
 export const key = () => $("key").value.trim();
 
+/** Keeps the key for reloads of this tab. */
 export function rememberKey() {
   sessionStorage.setItem(KEY, key());
 }
@@ -45,6 +47,7 @@ export function showModels(found) {
   $("model").replaceChildren(...options);
 }
 
+/** Calls `act` once another key was typed. */
 export function whenKeyChanges(act) {
   $("key").addEventListener("change", act);
 }
