@@ -32,7 +32,7 @@ _WORTH = 1.08
 # A probe is so many cycles: enough samples for a cost's median.
 _PROBE_CYCLES = 3
 # Time that probes may cost, as a share of all; it shrinks to a quarter while they keep finding nothing.
-_PROBE_SHARE = 0.01
+_PROBE_SHARE = 0.006
 _MOST_PATIENCE = 4
 _FEWEST_CYCLES_BETWEEN_PROBES = 16
 

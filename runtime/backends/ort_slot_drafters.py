@@ -15,9 +15,9 @@ from domino_deploy.runtime.decode import PREFILL_ROWS
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import FloatArray, Proposal
 
-# Sequences that go on plainly collect features until there are this many: a pass for every one would cost what plain decoding saves,
-# and more than some would take memory (of an 8B model with 5 taps, 64 rows are 5 MB).
-_MOST_PENDING = 64
+# Rows whose features may wait with a sequence until it drafts: while plain decoding is faster, they are spared their passes, and what a
+# pass costs beside its rows is shared by many.  Of an 8B model with 5 taps, so many are 20 MB.
+_MOST_PENDING = PREFILL_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,8 @@ class BackboneSlots:
 
     def take(self, slot: int, features: FloatArray) -> None:
         self._pending[slot].append(features.copy())
-        # A piece of a prompt right away, with the prompt: the first draft, which others wait for too, would have to.
-        if len(features) > self._passes.config.block_size or self._num_pending(slot) >= _MOST_PENDING:
-            self._append_pending(slot)
+        if self._num_pending(slot) >= _MOST_PENDING:
+            self._append_pending([slot])
 
     def truncate(self, slot: int, rows: int) -> None:
         cached = min(self.caches.length(slot), rows)
@@ -136,10 +135,8 @@ class BackboneSlots:
 
     def propose(self, sequences: Sequence[Wanted]) -> Proposals:
         started, passes = perf_counter(), self._passes
-        for wanted in sequences:
-            # No more than a cycle can leave: every sequence of the pass is filled up to the most.
-            if self._num_pending(wanted.slot) > passes.config.block_size:
-                self._append_pending(wanted.slot)
+        # No more than a cycle can leave: every sequence of the pass is filled up to the most.
+        self._append_pending([wanted.slot for wanted in sequences if self._num_pending(wanted.slot) > passes.config.block_size])
         count = max(wanted.count for wanted in sequences)
         anchors = {wanted.slot: wanted.token_ids[-1] for wanted in sequences}
         order, hidden = self._run_backbone({slot: (self._features(slot), anchor) for slot, anchor in anchors.items()})
@@ -157,12 +154,15 @@ class BackboneSlots:
             proposals.append(Proposal(token_ids=drafts.token_ids[row, : wanted.count].copy(), pooled=pooled, uncertified=uncertified))
         return Proposals(proposals=proposals, draft_ms=(drafted_at - started) * 1e3, head_ms=(perf_counter() - drafted_at) * 1e3)
 
-    def _append_pending(self, slot: int) -> None:
-        """Make the features that wait part of the cache; the block behind them is for nothing."""
-        pending, anchor = self._features(slot), self._passes.config.mask_token_id
-        for first in range(0, len(pending), PREFILL_ROWS):
-            self._run_backbone({slot: (pending[first : first + PREFILL_ROWS], anchor)})
-        self._pending[slot] = []
+    def _append_pending(self, slots: Sequence[int]) -> None:
+        """Make the features that wait part of the caches, at most `PREFILL_ROWS` of each in a pass; the blocks behind them are for
+        nothing."""
+        pending, anchor = {slot: self._features(slot) for slot in slots}, self._passes.config.mask_token_id
+        for first in range(0, max(map(len, pending.values()), default=0), PREFILL_ROWS):
+            pieces = {slot: features[first : first + PREFILL_ROWS] for slot, features in pending.items() if len(features) > first}
+            self._run_backbone({slot: (features, anchor) for slot, features in pieces.items()})
+        for slot in slots:
+            self._pending[slot] = []
 
     def _num_pending(self, slot: int) -> int:
         return sum(len(piece) for piece in self._pending[slot])
