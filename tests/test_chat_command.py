@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,11 @@ def terminal(*command: str) -> Iterator[Terminal]:
     """A command of Python on a pseudo-terminal."""
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, *command], stdin=follower, stdout=follower, stderr=follower, env=environment)
+    # A shell starts background jobs with SIGINT ignored, and what they start inherits that.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        [sys.executable, *command], stdin=follower, stdout=follower, stderr=follower, env=environment, preexec_fn=heard
+    )
     os.close(follower)
     try:
         yield Terminal(process, leader)
