@@ -10,15 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from domino_deploy.cli import main
+from domino_deploy.runtime.engine import Engine
 from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.session import Session
 
@@ -136,10 +138,30 @@ def test_flags_that_contradict_are_refused_before_anything_opens(flags: list[str
     assert flags[0] in done.stderr
 
 
-def test_values_that_the_drafter_cannot_serve_are_refused(tiny_bundle: Path) -> None:
-    done = chat(tiny_bundle, "x", flags=["--num-speculative-tokens", "99"])
+@pytest.mark.parametrize("drafter", ["bundle", "prompt-lookup", "none"])
+def test_more_tokens_than_the_drafter_proposes_are_refused_before_anything_is_loaded(
+    tiny_bundle: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "open", lambda *bundle, **choices: pytest.fail("it was loaded"))
+    done = chat(tiny_bundle, "x", flags=["--drafter", drafter, "--num-speculative-tokens", "99"])
     assert done.exit_code == 2
     assert "found 99" in done.stderr
+
+
+def test_so_are_more_than_the_engines_were_built_for_and_the_engine_is_closed(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    real_open, real_close = Engine.open, Engine.close
+
+    def open_for_one_token(bundle: Path, **choices: Any) -> Engine:
+        engine = real_open(bundle, **choices)
+        engine.max_speculative_tokens = 1
+        return engine
+
+    monkeypatch.setattr(Engine, "open", open_for_one_token)
+    monkeypatch.setattr(Engine, "close", lambda engine: (real_close(engine), closed.append(engine)))
+    done = chat(tiny_bundle, "x", flags=["--num-speculative-tokens", "2"])
+    assert (done.exit_code, len(closed)) == (2, 1)
+    assert "at most 1 for this drafter, found 2" in done.stderr
 
 
 def test_bytes_that_are_no_text_are_refused(tiny_bundle: Path) -> None:
@@ -159,11 +181,15 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._leader, text.encode())
 
-    def read_until(self, text: str) -> str:
-        """What came up to and with `text`, since the last call."""
-        deadline = time.monotonic() + WAIT_SECONDS
+    def read_until(self, text: str, *, meanwhile: Callable[[], None] = lambda: None) -> str:
+        """What came up to and with `text`, since the last call; `meanwhile` is called every few seconds until then, first at once."""
+        deadline, again = time.monotonic() + WAIT_SECONDS, time.monotonic()
         while text not in self._seen:
-            assert time.monotonic() < deadline, f"{text!r} does not come: {self._seen!r}"
+            now = time.monotonic()
+            assert now < deadline, f"{text!r} does not come: {self._seen!r}"
+            if now >= again:
+                meanwhile()
+                again = now + 5.0
             if select.select([self._leader], [], [], 0.2)[0]:
                 try:
                     self._seen += os.read(self._leader, 4096).decode(errors="replace")
@@ -206,8 +232,8 @@ def test_on_a_terminal_it_asks_answers_and_ends_with_ctrl_d(tiny_bundle: Path) -
         assert "".join(expected.split()) in "".join(shown.split())  # a terminal's own line ends aside
         opened.type("/nonsense\n")
         assert "Expected a command" in opened.read_until("> ")  # said, and it goes on
-        opened.interrupt()
-        opened.read_until("Ctrl-D or /exit ends the chat.")
+        # Again if need be: one that comes between the prompt and the waiting for keys is noticed with the next key only.
+        opened.read_until("Ctrl-D or /exit ends the chat.", meanwhile=opened.interrupt)
         opened.read_until("> ")
         opened.type("\x04")
         assert opened.process.wait(WAIT_SECONDS) == 0

@@ -166,7 +166,10 @@ class TestRefusals:
             (["--cors-origin", "example.com"], "CORS origin"),
             (["--drain-seconds", "-1"], "drain_seconds"),
             (["--drain-seconds", "inf"], "drain_seconds"),
+            (["--allowed-host", "http://a.example"], "allowed host"),
             (["--chat-template-kwargs", "[]"], "--chat-template-kwargs"),
+            (["--chat-template-kwargs", '{"messages": 1}'], "found messages, which the server sets itself"),
+            (["--chat-template-kwargs", '{"tools": [], "chat_template": ""}'], "found chat_template, which the server sets itself"),
             (["--speculative-config", "{"], "--speculative-config as a JSON object"),
             (["--speculative-config", '{"method": "eagle"}'], "expected domino"),
             (["--speculative-config", '{"method": "domino", "model": "x", "num_speculative_tokens": -1}'], "model: not a field"),
@@ -240,6 +243,11 @@ class TestChoices:
         (tmp_path / "keys").write_text("c\nd\n")
         invoke(tiny_bundle, "--port", 0, "--api-key-file", tmp_path / "keys", DOMINO_DEPLOY_SERVE_API_KEY="a b")
         assert opened["server"].api_keys == ("a", "b", "c", "d")
+
+    def test_allowed_hosts(self, tiny_bundle: Path, opened: dict[str, Any]) -> None:
+        done = invoke(tiny_bundle, "--port", 0, "--allowed-host", "a.example", "--allowed-host", "b.example")
+        assert done.exit_code == 0, done.output
+        assert opened["server"].allowed_hosts == ("a.example", "b.example")
 
     def test_a_server_open_to_the_network_without_a_key_is_warned_of(self, tiny_bundle: Path, opened: dict[str, Any]) -> None:
         done = invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0")

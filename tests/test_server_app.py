@@ -29,7 +29,8 @@ def engine(tiny_bundle: Path) -> IdleEngine:
 
 
 def client_of(engine: IdleEngine, **settings: Any) -> TestClient:
-    return TestClient(create_app(engine, ServerSettings(**settings)), raise_server_exceptions=False)  # type: ignore[arg-type]
+    app = create_app(engine, ServerSettings(allowed_hosts=("testserver",), **settings))  # type: ignore[arg-type]
+    return TestClient(app, raise_server_exceptions=False)
 
 
 @pytest.fixture
@@ -203,14 +204,21 @@ class TestSettings:
                 api_keys=("a b",),
                 served_model_names=(" ",),
                 cors_origins=("example.com",),
+                allowed_hosts=("a.example:8000",),
+                chat_template_kwargs={"messages": 1, "enable_thinking": False},
             )
         for name in ("port", "max_body_bytes", "request_timeout_seconds", "drain_seconds", "API keys", "model name", "CORS"):
             assert name in str(caught.value)
+        assert "allowed host" in str(caught.value)
+        assert "found messages" in str(caught.value)
+        assert "enable_thinking" not in str(caught.value)
 
     def test_keys_are_in_no_representation(self) -> None:
         assert "hunter2" not in repr(ServerSettings(api_keys=("hunter2",)))
 
-    @pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)])
+    @pytest.mark.parametrize(
+        ("host", "is_open"), [("127.0.0.1", False), ("localhost", False), ("::1", False), ("[::1]", False), ("0.0.0.0", True)]
+    )
     def test_a_host_beyond_loopback_is_told(self, host: str, is_open: bool) -> None:
         assert ServerSettings(host=host).is_open_to_the_network is is_open
 

@@ -148,6 +148,15 @@ BAD_FIELDS: list[tuple[str, str, Any, str]] = [
     (CHAT, "response_format", {"type": "json_schema"}, "response_format.json_schema"),
     (CHAT, "response_format", {"type": "text", "json_schema": SCHEMA["json_schema"]}, "response_format.json_schema"),
     (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "s"}}, "response_format.json_schema.schema"),
+    *(
+        (
+            CHAT,
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+            "response_format.json_schema.schema",
+        )
+        for schema in (True, False, "object", None)
+    ),
     (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": ["x" * 2**16]}}}, "response_format"),
     (CHAT, "tools", [{"type": "retrieval"}], "tools[0].type"),
     (CHAT, "tools", [{"type": "function", "function": {"name": "no blanks"}}], "tools[0].function.name"),

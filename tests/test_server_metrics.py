@@ -83,7 +83,7 @@ def engine(tiny_bundle: Path) -> IdleEngine:
 
 
 def text_of(engine: Any, metrics: Metrics, accept: str = "*/*") -> str:
-    client = TestClient(create_app(engine, ServerSettings(), metrics))
+    client = TestClient(create_app(engine, ServerSettings(allowed_hosts=("testserver",)), metrics))
     answer = client.get("/metrics", headers={"accept": accept})
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("application/openmetrics-text" if "openmetrics" in accept else "text/plain; version=")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ CHECKED = (
     schemathesis.checks.content_type_conformance,
     schemathesis.checks.response_schema_conformance,
 )
-SETTINGS = ServerSettings(served_model_names=("tiny",), max_body_bytes=100_000, request_timeout_seconds=60.0)
+SETTINGS = ServerSettings(served_model_names=("tiny",), allowed_hosts=("testserver",), max_body_bytes=100_000, request_timeout_seconds=60.0)
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6}
 TEXT = {"model": "tiny", "prompt": "Hi", "max_tokens": 6}
 
@@ -107,15 +108,21 @@ def test_schemas_have_names_of_their_own(document: dict[str, Any]) -> None:
     assert [name for name in document["components"]["schemas"] if not name.isalpha()] == []
 
 
+def test_names_that_are_not_the_servers_are_described_where_they_are_refused(app: Starlette, document: dict[str, Any]) -> None:
+    stranger = TestClient(app, base_url="http://rebound.example")
+    conforms(document, "/v1/models", "get", 403, stranger.get("/v1/models").json())
+    assert "403" not in document["paths"]["/health"]["get"]["responses"]
+    anyone = TestClient(create_app(app.state.server.engine, ServerSettings(allowed_hosts=("*",))))
+    assert "403" not in anyone.get("/openapi.json").json()["paths"]["/v1/models"]["get"]["responses"]
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/tokenizer_info", "/health", "/health/ready", "/version"])
 def test_so_have_answers_without_a_body(client: TestClient, document: dict[str, Any], path: str) -> None:
     conforms(document, path, "get", 200, client.get(path).json())
 
 
 def test_statistics_are_described_too(app: Starlette, document: dict[str, Any]) -> None:
-    client = TestClient(
-        create_app(app.state.server.engine, ServerSettings(served_model_names=("tiny",), statistics_level=StatisticsLevel.DETAILED))
-    )
+    client = TestClient(create_app(app.state.server.engine, replace(SETTINGS, statistics_level=StatisticsLevel.DETAILED)))
     answer = client.post("/v1/chat/completions", json=CHAT).json()
     assert answer["metrics"]["speculative_decoding"]["num_spec_tokens"] > 0
     conforms(document, "/v1/chat/completions", "post", 200, answer)

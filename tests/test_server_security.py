@@ -1,4 +1,4 @@
-"""Who may ask, how much, and from where: API keys, body limits, CORS, and the headers that a browser obeys."""
+"""Who may ask, how much, and from where: API keys, names of the server, body limits, CORS, and the headers that a browser obeys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def app_of(engine: IdleEngine, **settings: Any) -> Starlette:
 
 
 def client_of(engine: IdleEngine, **settings: Any) -> TestClient:
-    return TestClient(app_of(engine, **settings), raise_server_exceptions=False)
+    return TestClient(app_of(engine, **{"allowed_hosts": ("testserver",), **settings}), raise_server_exceptions=False)
 
 
 class TestKeys:
@@ -78,6 +78,55 @@ class TestKeys:
         assert [client.get(path).status_code for path in ("/healthy", "/health/", "/static/a/b")] == [401] * 3
 
 
+class TestNamesOfTheServer:
+    """A page whose own name leads to 127.0.0.1 (DNS rebinding) is of the server's origin for the browser: only the name tells."""
+
+    @staticmethod
+    def status(engine: IdleEngine, host: str, path: str = "/v1/models", **settings: Any) -> int:
+        return client_of(engine, **{"allowed_hosts": (), **settings}).get(path, headers={"Host": host}).status_code
+
+    @pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "127.0.0.1", "127.0.0.1:9", "[::1]", "[::1]:8000", "localhost."])
+    def test_names_of_loopback_are_its_own(self, engine: IdleEngine, host: str) -> None:
+        assert self.status(engine, host) == 200
+
+    @pytest.mark.parametrize(
+        "host",
+        ["rebound.example", "rebound.example:8000", "localhost.rebound.example", "127.0.0.1.rebound.example", "localhost:80:80", "::1", ""],
+    )
+    @pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics", "/nowhere", "/static/page.js"])
+    def test_others_are_refused(self, engine: IdleEngine, host: str, path: str) -> None:
+        client = client_of(engine, allowed_hosts=())
+        answer = client.get(path, headers={"Host": host})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (403, "invalid_request_error", "host_not_allowed")
+        for words in ("localhost, 127.0.0.1, [::1]", repr(host) if host else "found none", "--allowed-host", "--api-key"):
+            assert words in error["message"]
+        assert "x-request-id" in answer.headers
+
+    def test_bodies_and_preflights_of_others_are_refused_too(self, engine: IdleEngine) -> None:
+        client = client_of(engine, allowed_hosts=(), cors_origins=("*",))
+        headers = {"Host": "rebound.example", "Origin": "http://rebound.example"}
+        assert client.post("/tokenize", json={"prompt": "a"}, headers=headers).status_code == 403
+        assert client.options("/tokenize", headers=headers | {"Access-Control-Request-Method": "POST"}).status_code == 403
+
+    @pytest.mark.parametrize("path", ["/health", "/health/ready"])
+    def test_health_is_told_to_any(self, engine: IdleEngine, path: str) -> None:
+        assert self.status(engine, "rebound.example", path) == 200
+
+    @pytest.mark.parametrize(("bound", "host"), [("127.0.0.5", "127.0.0.5:8000"), ("::1", "[::1]:8000"), ("[::1]", "[::1]")])
+    def test_the_address_it_listens_on_is_its_own(self, engine: IdleEngine, bound: str, host: str) -> None:
+        assert self.status(engine, host, host=bound) == 200
+        assert self.status(engine, "rebound.example", host=bound) == 403
+
+    @pytest.mark.parametrize(("allowed", "status"), [("Models.example", 200), ("models.example.", 200), ("[fd00::1]", 403), ("*", 200)])
+    def test_further_names_can_be_allowed(self, engine: IdleEngine, allowed: str, status: int) -> None:
+        assert self.status(engine, "models.EXAMPLE:443", allowed_hosts=(allowed,)) == status
+
+    def test_with_a_key_or_open_to_the_network_any_name_will_do(self, engine: IdleEngine) -> None:
+        assert self.status(engine, "models.example", api_keys=KEYS) == 401
+        assert self.status(engine, "models.example", host="0.0.0.0") == 200
+
+
 class TestBodyLimit:
     def test_a_stated_length_over_the_limit_is_refused(self, engine: IdleEngine) -> None:
         answer = client_of(engine, max_body_bytes=2000).post("/tokenize", json={"prompt": "a" * 2000})
@@ -108,7 +157,9 @@ class TestBodyLimit:
             address = urlsplit(url)
             assert address.hostname is not None
             with socket.create_connection((address.hostname, address.port or 0), timeout=60) as client:
-                client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n{")
+                client.sendall(
+                    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n{"
+                )
                 answer = b"".join(iter(lambda: client.recv(4096), b""))  # to its end: the connection is closed
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"request_timeout" in answer

@@ -16,12 +16,15 @@ from typing import Any
 
 import click
 
+from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.cli.closing_line import closing_line
 from domino_deploy.cli.console import as_utf8, from_utf8, progress
 from domino_deploy.errors import CapacityError, DominoDeployError, RequestError
 from domino_deploy.runtime.engine import Engine, EngineSettings
+from domino_deploy.runtime.prompt_lookup import MAX_PROPOSALS
 from domino_deploy.runtime.protocols import Step
 from domino_deploy.runtime.requests import ERROR, LENGTH, GenerationParams, Output, Request, RequestStatistics
+from domino_deploy.runtime.session import DrafterChoice
 
 PROMPT = "> "
 HELP = """\
@@ -52,17 +55,27 @@ def hold_chat(ctx: click.Context, bundle: Path, opening: Mapping[str, Any], para
     """
     if sys.stdin is None:  # closed by whoever started this process
         raise click.UsageError("Expected messages on standard input, found it closed. Pipe them in, or run this on a terminal.")
-    settings = EngineSettings(max_sequences=1, num_speculative_tokens=params.num_speculative_tokens)
+    wanted = params.num_speculative_tokens
+    if wanted is not None:  # before anything is loaded
+        _check_count(wanted, most=_most_proposals(open_bundle(bundle), opening["drafter"]))
+    settings = EngineSettings(max_sequences=1, num_speculative_tokens=wanted)
     with progress(ctx) as step:
         step(f"Opening {bundle}")
         engine = Engine.open(bundle, settings=settings, **opening)
-    wanted = params.num_speculative_tokens or 0
-    if wanted > engine.max_speculative_tokens:
-        raise RequestError(
-            f"Expected num_speculative_tokens of at most {engine.max_speculative_tokens} for this drafter, found {wanted}. Ask for fewer."
-        )
     with engine:
+        _check_count(wanted or 0, most=engine.max_speculative_tokens)  # engines may be built for fewer
         _Chat(engine, params, system).run()
+
+
+def _most_proposals(bundle: Bundle, choice: DrafterChoice) -> int:
+    if choice is DrafterChoice.NONE:
+        return 0
+    return MAX_PROPOSALS if choice is DrafterChoice.PROMPT_LOOKUP else bundle.drafter.num_proposals
+
+
+def _check_count(wanted: int, *, most: int) -> None:
+    if wanted > most:
+        raise RequestError(f"Expected num_speculative_tokens of at most {most} for this drafter, found {wanted}. Ask for fewer.")
 
 
 @dataclass(kw_only=True)

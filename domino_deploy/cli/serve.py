@@ -85,6 +85,7 @@ def _server_settings(flags: Mapping[str, Any]) -> ServerSettings:
         api_keys=(*flags["api_key"], *_keys_in(flags["api_key_file"])),
         served_model_names=flags["served_model_name"],
         cors_origins=flags["cors_origin"],
+        allowed_hosts=flags["allowed_host"],
         max_body_bytes=flags["max_body_bytes"],
         request_timeout_seconds=flags["request_timeout"] or None,
         drain_seconds=flags["drain_seconds"],

@@ -37,6 +37,12 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
             help="What clients call the model; may be given several times. By default the bundle folder's name.",
         ),
         click.option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web origin whose pages may call the API; * for all."),
+        click.option(
+            "--allowed-host",
+            multiple=True,
+            metavar="NAME",
+            help="Further name in the header Host that is answered to, * for any; matters on a loopback address without a key.",
+        ),
         click.option("--no-page", is_flag=True, help="Leave out the page at /."),
     ),
     "Engine": (

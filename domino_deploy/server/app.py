@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 from domino_deploy.errors import DominoDeployError
 from domino_deploy.server import chat, completions, health, metrics, models, openapi, page, tokens
 from domino_deploy.server.errors import ApiError, api_error, error_response
-from domino_deploy.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimit, RequestContext, SecurityHeaders
+from domino_deploy.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimit, KnownHosts, RequestContext, SecurityHeaders
 from domino_deploy.server.settings import ServerSettings
 from domino_deploy.server.state import ServerState, record_of
 
@@ -44,6 +44,8 @@ def create_app(engine: Engine, settings: ServerSettings, metrics_of_engine: Metr
     if state.has_metrics:
         guarded += metrics.routes
     around = [Middleware(RequestContext, logs_prompts=settings.logs_prompts), Middleware(SecurityHeaders)]
+    if settings.known_hosts is not None:
+        around.append(Middleware(KnownHosts, names=settings.known_hosts, is_open=_matcher(health.open_routes)))
     if settings.cors_origins:
         around.append(
             Middleware(

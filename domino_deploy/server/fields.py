@@ -77,7 +77,7 @@ class JsonSchemaFormat(Body):
 
     name: Name = Field(description="What OpenAI's clients call it; without effect.")
     description: str | None = Field(default=None, description="Accepted, without effect.")
-    json_schema: dict[str, Any] | bool = Field(alias="schema", description="The schema; a masked grammar makes the answer match it.")
+    json_schema: dict[str, Any] = Field(alias="schema", description="The schema; a masked grammar makes the answer match it.")
     strict: bool | None = Field(default=None, description="Answers match in any case.")
 
 

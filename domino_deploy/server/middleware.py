@@ -1,4 +1,4 @@
-"""What happens around every request: id and log line, API keys, size limit, security headers.
+"""What happens around every request: id and log line, names of the server, API keys, size limit, security headers.
 
 Plain ASGI, because Starlette's `BaseHTTPMiddleware` hides disconnects and buffers streams.
 """
@@ -25,6 +25,10 @@ _LOG = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "x-request-id"
 # What others' tools make of an id without a second thought: file names, URLs, log queries.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+# The name in a Host header, with or without a port; IPv6 addresses stand in brackets.
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
+_SHOWN_CHARACTERS = 80
 
 _SECURITY_HEADERS = {
     # Scripts and styles are files of ours, requests go to this server, and nothing else is loaded or may embed the page.
@@ -94,6 +98,39 @@ class SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, sending if scope["type"] == "http" else send)
+
+
+class KnownHosts:
+    """Lets a request through that calls the server by a name of its own, or goes to an open path (`ServerSettings.known_hosts`).
+
+    Args:
+        app: what is guarded.
+        names: in lower case, IPv6 in brackets.
+        is_open: whether a path may be asked for by any name.
+    """
+
+    def __init__(self, app: ASGIApp, *, names: Sequence[str], is_open: Callable[[str], bool]) -> None:
+        self._app = app
+        self._names = names
+        self._is_open = is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if scope["type"] != "http" or self._is_open(scope["path"]) or self._is_known(given):
+            await self._app(scope, receive, send)
+            return
+        found = ascii(given[:_SHOWN_CHARACTERS]) if given else "none"
+        error = ApiError(
+            403,
+            f"Expected a name of this server in the header Host ({', '.join(self._names)}), found {found}. "
+            "Call it by one of these, or start it with --allowed-host NAME or --api-key KEY.",
+            code="host_not_allowed",
+        )
+        await error_response(error)(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        parts = _HOST.fullmatch(host)
+        return parts is not None and parts[1].lower().removesuffix(".") in self._names
 
 
 class ApiKeys:

@@ -37,6 +37,7 @@ _REFERENCE = "#/components/schemas/{model}"
 _ERRORS: Mapping[int, str] = {
     400: "A value cannot be used; `param` names it.",
     401: "No API key, or a wrong one.",
+    403: "The server was called by a name that is not its own.",
     404: "No such model.",
     408: "The request's time limit is over, and it is of no use to repeat it; or its body did not come in time.",
     413: "The body is too large.",
@@ -108,19 +109,21 @@ _OPERATIONS = (
 _METRICS = _Operation(path="/metrics", summary="Metrics for Prometheus", answer={"type": "string"}, media_types=(_PROMETHEUS, _OPENMETRICS))
 
 
-def document(*, has_keys: bool, has_metrics: bool) -> dict[str, Any]:
+def document(*, has_keys: bool, has_metrics: bool, has_known_hosts: bool) -> dict[str, Any]:
     """The OpenAPI document.
 
     Args:
         has_keys: whether an API key is asked for.
         has_metrics: whether `/metrics` is there.
+        has_known_hosts: whether the server answers to some names only.
     """
+    refusals = [status for status, is_there in ((401, has_keys), (403, has_known_hosts)) if is_there]
     operations = (*_OPERATIONS, _METRICS) if has_metrics else _OPERATIONS
     models: dict[type[BaseModel], None] = dict.fromkeys([ErrorBody, *(model for operation in operations for model in operation.models)])
     references, definitions = models_json_schema([(model, _MODE) for model in models], ref_template=_REFERENCE)
     paths = {}
     for operation in operations:
-        paths[operation.path] = {operation.method: _described(operation, references, has_keys=has_keys)}
+        paths[operation.path] = {operation.method: _described(operation, references, has_keys=has_keys, refusals=refusals)}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -138,13 +141,13 @@ def document(*, has_keys: bool, has_metrics: bool) -> dict[str, Any]:
     return found
 
 
-def _described(operation: _Operation, references: Mapping[Any, Any], *, has_keys: bool) -> dict[str, Any]:
+def _described(operation: _Operation, references: Mapping[Any, Any], *, has_keys: bool, refusals: Sequence[int]) -> dict[str, Any]:
     answer = references[operation.answer, _MODE] if isinstance(operation.answer, type) else operation.answer
     content: dict[str, Any] = {media_type: {"schema": answer} for media_type in operation.media_types}
     if operation.streams:
         content[_EVENTS] = {"schema": {"type": "string", "description": "Chunks, one JSON object per event, then [DONE]."}}
     responses = {"200": {"description": "The answer.", "content": content}}
-    failures = [*operation.errors, 500, *([401] if has_keys and not operation.is_open else [])]
+    failures = [*operation.errors, 500, *(() if operation.is_open else refusals)]
     for status in sorted(failures):
         schema = references[ErrorBody, _MODE]
         responses[str(status)] = {"description": _ERRORS[status], "content": {_JSON: {"schema": schema}}}
@@ -165,7 +168,9 @@ def _described(operation: _Operation, references: Mapping[Any, Any], *, has_keys
 async def openapi(request: Request) -> Response:
     """The document of the API as this server was set up."""
     state = state_of(request)
-    return JSONResponse(document(has_keys=bool(state.settings.api_keys), has_metrics=state.has_metrics))
+    settings = state.settings
+    has_known_hosts = settings.known_hosts is not None
+    return JSONResponse(document(has_keys=bool(settings.api_keys), has_metrics=state.has_metrics, has_known_hosts=has_known_hosts))
 
 
 routes = [Route("/openapi.json", openapi)]

@@ -11,14 +11,13 @@ from pydantic import Field
 from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, tool_calls
 from domino_deploy.server.body import Body, Problem, shown
 from domino_deploy.server.fields import MAX_NAME_CHARACTERS, MAX_TOKENS, NOT_HONOURED, GenerationFields, Name, TopLogprobs
+from domino_deploy.server.settings import OWN_TEMPLATE_VARIABLES
 
 # Far above what conversations hold, low enough for a template to run through; OpenAI takes 128 tools.
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 128
 MAX_TEMPLATE_VARIABLES = 64
-# What the server itself gives to the template.
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
 class TextPart(Body):
@@ -208,7 +207,7 @@ class ChatBody(GenerationFields):
         if self.top_logprobs and not self.logprobs:
             yield "top_logprobs", "expected it with logprobs: true only, found it without"
         for name in self.chat_template_kwargs or ():
-            if name in (*_OWN_VARIABLES, "chat_template"):
+            if name in OWN_TEMPLATE_VARIABLES:
                 yield f"chat_template_kwargs.{name}", "expected variables of the model's template, found one that the server sets itself"
         yield from self._tool_problems()
 

@@ -12,6 +12,9 @@ from domino_deploy.errors import RequestError, listed
 
 _LONGEST_DRAIN_SECONDS = 24 * 60 * 60  # threads cannot wait for any number of seconds
 _ORIGIN = re.compile(r"https?://[^/\s?#]+|\*")
+_HOST_NAME = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]|\*", re.ASCII)
+# What the server itself gives to the chat template, and the template.
+OWN_TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template")
 
 
 class StatisticsLevel(StrEnum):
@@ -28,7 +31,8 @@ class ServerSettings:
 
     host, port: where to listen, port 0 for any free one; api_keys: each opens the API, none at all leaves it open;
     served_model_names: what clients may call the model, the first one in answers; () for the bundle folder's name.
-    cors_origins: pages of these origins may call the API, "*" for all, () for none.
+    cors_origins: pages of these origins may call the API, "*" for all, () for none; allowed_hosts: further names that clients may call
+    this server by where `known_hosts` counts, "*" for any.
     max_body_bytes, max_header_bytes: longest request body and head; request_timeout_seconds: from arrival to the last token, None
     for no limit; keep_alive_seconds: silence in a stream after which a comment is sent; drain_seconds: how long running requests may
     go on once the server is told to end; statistics_level: as above, one request may ask for less but not for more.
@@ -44,6 +48,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_names: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
     max_header_bytes: int = 64 * 2**10
     request_timeout_seconds: float | None = 600.0  # the default limit of OpenAI's own clients
@@ -78,10 +83,38 @@ class ServerSettings:
             for origin in self.cors_origins
             if not _ORIGIN.fullmatch(origin)
         ]
+        problems += [
+            f"an allowed host must be a name without scheme and port (IPv6 in brackets), or be *, found {name!r}"
+            for name in self.allowed_hosts
+            if not _HOST_NAME.fullmatch(name)
+        ]
+        problems += [
+            f"chat_template_kwargs must be variables of the model's template, found {name}, which the server sets itself"
+            for name in self.chat_template_kwargs
+            if name in OWN_TEMPLATE_VARIABLES
+        ]
         if problems:
             raise RequestError(listed("The server cannot be set up", problems, "Correct these values."))
 
     @property
     def is_open_to_the_network(self) -> bool:
         """Whether other machines can reach it."""
-        return not (self.host in ("localhost", "::1") or self.host.startswith("127."))
+        return not (self._bare_host in ("localhost", "::1") or self._bare_host.startswith("127."))
+
+    @property
+    def known_hosts(self) -> tuple[str, ...] | None:
+        """Names that a request must call the server by, in lower case, IPv6 in brackets; None for any.
+
+        A page in a browser of this machine reaches a loopback address through a name of its own (DNS rebinding), and the browser takes
+        both for one origin.  Only the name gives it away; a key would, too.
+        """
+        if self.is_open_to_the_network or self.api_keys or "*" in self.allowed_hosts:
+            return None
+        bound = f"[{self._bare_host}]" if ":" in self._bare_host else self._bare_host
+        return tuple(
+            dict.fromkeys(["localhost", "127.0.0.1", "[::1]", bound, *(name.lower().removesuffix(".") for name in self.allowed_hosts)])
+        )
+
+    @property
+    def _bare_host(self) -> str:
+        return self.host.strip("[]").lower()

@@ -20,7 +20,7 @@ class Exchange:
     def __init__(self, engine: Engine, path: str, body: Mapping[str, Any], request_id: str = "left", **settings: Any) -> None:
         self._app = create_app(engine, ServerSettings(served_model_names=("tiny",), **settings))
         self._path = path
-        self._headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+        self._headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
         self._body = json.dumps(body).encode()
         self._has_left = asyncio.Event()
         self._is_read = False

@@ -26,7 +26,8 @@ _CERTAIN = 40.0
 
 def client_of(engine: Engine, **settings: Any) -> TestClient:
     """A client of a server over this engine, whose model is called tiny."""
-    return TestClient(create_app(engine, ServerSettings(served_model_names=("tiny",), **settings)), raise_server_exceptions=False)
+    found = ServerSettings(served_model_names=("tiny",), allowed_hosts=("testserver",), **settings)
+    return TestClient(create_app(engine, found), raise_server_exceptions=False)
 
 
 class Witness:
