@@ -82,8 +82,8 @@ class TestNamesOfTheServer:
     """A page whose own name leads to 127.0.0.1 (DNS rebinding) is of the server's origin for the browser: only the name tells."""
 
     @staticmethod
-    def status(engine: IdleEngine, host: str, path: str = "/v1/models", **settings: Any) -> int:
-        return client_of(engine, **{"allowed_hosts": (), **settings}).get(path, headers={"Host": host}).status_code
+    def status(engine: IdleEngine, name: str, path: str = "/v1/models", **settings: Any) -> int:
+        return client_of(engine, **{"allowed_hosts": (), **settings}).get(path, headers={"Host": name}).status_code
 
     @pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "127.0.0.1", "127.0.0.1:9", "[::1]", "[::1]:8000", "localhost."])
     def test_names_of_loopback_are_its_own(self, engine: IdleEngine, host: str) -> None:
