@@ -27,11 +27,11 @@ from domino_deploy.runtime.backends.ort_provider import Provider
 from domino_deploy.runtime.constraints import ConstraintCompiler
 from domino_deploy.runtime.controller import SpeculationController
 from domino_deploy.runtime.engine_settings import EngineSettings
+from domino_deploy.runtime.opening import DrafterChoice, open_slots
 from domino_deploy.runtime.protocols import SlotPair
 from domino_deploy.runtime.requests import ABORT, ERROR, EngineSnapshot, Observer, Output, Request, check_request
 from domino_deploy.runtime.scheduled_request import ScheduledRequest, SchedulerLimits
 from domino_deploy.runtime.scheduler import Scheduler
-from domino_deploy.runtime.session import DrafterChoice, open_slots
 from domino_deploy.runtime.text import Tokenizer
 from domino_deploy.runtime.warm_up import Interrupted, warm_up
 

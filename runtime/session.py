@@ -7,45 +7,28 @@ with Session.open("bundle") as session:
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, Self
+from types import TracebackType
+from typing import Self
 
-from domino_deploy.backends import BACKENDS, Backend, check_precision
-from domino_deploy.bundle import Bundle, open_bundle
-from domino_deploy.config import TargetConfig
-from domino_deploy.errors import MissingDependencyError, RequestError, listed
+from domino_deploy.backends import Backend
+from domino_deploy.bundle import Bundle
+from domino_deploy.errors import RequestError
 from domino_deploy.runtime.backends.ort_provider import Provider
 from domino_deploy.runtime.choosing import Chooser
 from domino_deploy.runtime.constraints import ConstraintCompiler
 from domino_deploy.runtime.decode import generate
+from domino_deploy.runtime.opening import DEFAULT_MAX_MODEL_LEN, DrafterChoice, backend_module, checked_bundle, chosen_drafter
 from domino_deploy.runtime.output import OutputStream
-from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
-from domino_deploy.runtime.protocols import Drafter, SlotPair, Step, Target
+from domino_deploy.runtime.protocols import Drafter, Step, Target
 from domino_deploy.runtime.requests import GenerationParams, OutputToken, TokenLogprobs
 from domino_deploy.runtime.sampling import SamplingParams
-from domino_deploy.runtime.single_slot import SingleSlot
-from domino_deploy.runtime.text import Tokenizer, bundle_tokenizer
+from domino_deploy.runtime.text import Tokenizer
 
-__all__ = ["Backend", "Chunk", "DrafterChoice", "GenerationParams", "Provider", "SamplingParams", "Session", "open_slots"]
-
-# Longer only when asked for: drafters are trained on some 3000 tokens and accept little beyond (docs/architecture.md), and
-# a target's own maximum, mostly far above, would promise more memory than a machine may have.
-DEFAULT_MAX_MODEL_LEN = 4096
-
-
-class DrafterChoice(StrEnum):
-    """Where proposals come from: the bundle's drafter, the context itself, or nowhere (plain decoding)."""
-
-    BUNDLE = "bundle"
-    PROMPT_LOOKUP = "prompt-lookup"
-    NONE = "none"
+__all__ = ["DEFAULT_MAX_MODEL_LEN", "Backend", "Chunk", "DrafterChoice", "GenerationParams", "Provider", "SamplingParams", "Session"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +94,9 @@ class Session:
             MissingDependencyError: the backend's package is not installed, or its driver.
             CapacityError: the GPU has too little memory (TensorRT).
         """
-        opened, tokenizer, asked = _opened(bundle, backend, provider, drafter, max_model_len, threads)
-        target, loaded = _backend_module(backend).open_pair(opened, **asked)
-        return cls(opened, tokenizer, target, _drafter(drafter, loaded))
+        opened, tokenizer, asked = checked_bundle(bundle, backend, provider, drafter, max_model_len, threads)
+        target, loaded = backend_module(backend).open_pair(opened, **asked)
+        return cls(opened, tokenizer, target, chosen_drafter(drafter, loaded))
 
     @property
     def default_num_speculative_tokens(self) -> int:
@@ -218,80 +201,3 @@ class Session:
             prompt_logprobs = None
             if released.step.finish_reason is not None:
                 return
-
-
-def open_slots(
-    bundle: str | Path,
-    *,
-    num_slots: int,
-    backend: Backend = Backend.ORT,
-    provider: Provider = Provider.CPU,
-    drafter: DrafterChoice = DrafterChoice.BUNDLE,
-    max_model_len: int | None = None,
-    threads: int | None = None,
-) -> tuple[Bundle, Tokenizer, SlotPair]:
-    """Open a bundle for several sequences at a time.
-
-    ONNX Runtime on the CPU runs them together, in `num_slots` slots; everything else runs one after the other, in a single slot.
-
-    Args and errors otherwise as `Session.open`.
-    """
-    opened, tokenizer, asked = _opened(bundle, backend, provider, drafter, max_model_len, threads)
-    module = _backend_module(backend)  # also where it is not called: it names the package that is missing
-    if backend is Backend.ORT and provider is Provider.CPU:
-        from domino_deploy.runtime.backends import ort_slots
-
-        del asked["provider"]
-        lookup = drafter is DrafterChoice.PROMPT_LOOKUP
-        return opened, tokenizer, ort_slots.open_slots(opened, num_slots=num_slots, prompt_lookup=lookup, **asked)
-    target, loaded = module.open_pair(opened, **asked)
-    return opened, tokenizer, SingleSlot(target, _drafter(drafter, loaded))
-
-
-def _opened(
-    bundle: str | Path, backend: Backend, provider: Provider, drafter: DrafterChoice, max_model_len: int | None, threads: int | None
-) -> tuple[Bundle, Tokenizer, dict[str, Any]]:
-    """A bundle, checked, its tokenizer, and what its backend is asked for."""
-    if backend is not Backend.ORT and provider is not Provider.CPU:
-        raise RequestError(f"Expected a provider for the backend ort only, found {provider} for {backend}. Leave it out.")
-    opened = open_bundle(bundle)
-    check_precision(backend, opened.precision, opened.path)
-    capacity = _capacity(opened.target, max_model_len, threads)
-    tokenizer = bundle_tokenizer(opened)
-    asked: dict[str, Any] = {"capacity": capacity, "threads": threads, "with_drafter": drafter is DrafterChoice.BUNDLE}
-    if backend is Backend.ORT:
-        asked["provider"] = provider
-    if backend is Backend.TENSORRT and max_model_len is None:
-        asked["capacity"] = None
-    return opened, tokenizer, asked
-
-
-def _drafter(choice: DrafterChoice, loaded: Drafter | None) -> Drafter | None:
-    return PromptLookupDrafter() if choice is DrafterChoice.PROMPT_LOOKUP else loaded
-
-
-def _capacity(target: TargetConfig, max_model_len: int | None, threads: int | None) -> int:
-    most = target.max_position_embeddings
-    problems = []
-    if max_model_len is not None and not 1 <= max_model_len <= most:
-        problems.append(f"max_model_len must lie in [1, {most}], the positions of this target, found {max_model_len}")
-    processors = os.cpu_count() or 1
-    # More than processors only wait for each other, and thousands hang the machine.
-    if threads is not None and not 1 <= threads <= processors:
-        problems.append(f"threads must lie in [1, {processors}], the processors of this machine, found {threads}")
-    if problems:
-        raise RequestError(listed(f"Session: {len(problems)} value(s) out of range", problems, "Correct them and open the session again."))
-    return min(most, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
-
-
-def _backend_module(backend: Backend) -> ModuleType:
-    """The backend's module, imported when chosen; its dependency may be missing."""
-    needs = BACKENDS[backend]
-    try:
-        return importlib.import_module(f"domino_deploy.runtime.backends.{needs.module}")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != needs.imported:
-            raise
-        raise MissingDependencyError(
-            f"Expected the package {needs.package} for the backend {backend}, found none. Run: pip install '{needs.install}'"
-        ) from error

@@ -70,7 +70,18 @@ HEAVY = {
 }
 NUMPY_ONLY = (
     *("protocols", "requests", "acceptance", "sampling", "logprobs", "constraints", "choosing", "output", "decode", "kv_cache", "text"),
-    *("prompt_lookup", "session", "controller", "cycle_costs", "prefix_cache", "scheduled_request", "scheduler", "warm_up", "single_slot"),
+    *(
+        "prompt_lookup",
+        "opening",
+        "session",
+        "controller",
+        "cycle_costs",
+        "prefix_cache",
+        "scheduled_request",
+        "scheduler",
+        "warm_up",
+        "single_slot",
+    ),
     *("engine", "engine_settings"),
 )
 

@@ -15,7 +15,7 @@ import pytest
 
 from domino_deploy.bundle import CHAT_TEMPLATE, TOKENIZER, open_bundle
 from domino_deploy.errors import BundleError, CapacityError, MissingDependencyError, RequestError
-from domino_deploy.runtime import session as session_module
+from domino_deploy.runtime import opening
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.session import Backend, Chunk, DrafterChoice, GenerationParams, SamplingParams, Session
 from domino_deploy.runtime.text import Tokenizer
@@ -216,7 +216,7 @@ def test_defaults_come_from_the_target_and_the_drafter(tiny_bundle, monkeypatch)
         assert max(step.proposed for step in session.steps([5], GenerationParams(max_new_tokens=20))) == config.drafter.num_proposals
         assert {step.proposed for step in session.steps([5], GenerationParams(max_new_tokens=9, num_speculative_tokens=2))} <= {0, 1, 2}
         assert not any(step.proposed for step in session.steps([5], GenerationParams(max_new_tokens=9, num_speculative_tokens=0)))
-    monkeypatch.setattr(session_module, "DEFAULT_MAX_MODEL_LEN", 100)
+    monkeypatch.setattr(opening, "DEFAULT_MAX_MODEL_LEN", 100)
     with Session.open(tiny_bundle, drafter=DrafterChoice.PROMPT_LOOKUP) as session:
         assert session.target.capacity == 100
         assert isinstance(session.drafter, PromptLookupDrafter)
