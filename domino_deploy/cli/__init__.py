@@ -105,7 +105,7 @@ def main(ctx: click.Context, *, quiet: bool, verbose: bool) -> None:
 
     \b
     Exit codes: 0 done; 1 a check or a run failed; 2 wrong usage; 3 something is not installed;
-    4 a checkpoint, pair or bundle that cannot be used.
+    4 a checkpoint, pair, bundle or engines that cannot be used; 130 interrupted; 143 terminated.
     Every option may also come from the environment: DOMINO_DEPLOY_<COMMAND>_<OPTION>.
     """
     if quiet and verbose:
