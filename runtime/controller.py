@@ -26,8 +26,8 @@ _FIRST_CHANCE = 0.7
 # Another width must promise this much more than the present one, so that noise does not change it every cycle.
 _BETTER_BY = 1.03
 # Drafting must promise so much more than plain decoding, as it costs more than its own cycles show: prompts go through the drafter too,
-# and answers that end apart leave the last ones to small batches.  Without it, 8 sequences of the demo pair got 0.87 to 0.95 of the
-# tokens per second of plain requests (scripts/bench_serving); with it 0.96 to 1.
+# and answers that end apart leave the last ones to small batches.  It helps, but is not enough for 8 and 16 sequences of the demo pair
+# (docs/serving_benchmark.md); 1.2 refuses gains that the tests' simulations have.
 _WORTH = 1.08
 # A probe is so many cycles: enough samples for a cost's median.
 _PROBE_CYCLES = 3

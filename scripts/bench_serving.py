@@ -40,8 +40,8 @@ _HEADING = """# Serving: throughput with and without speculation
 
 Requests in flight against one `domino-deploy serve` process; "plain" are the same requests with `"speculative": false`, in
 turns with the others. Medians over {rounds} rounds of {requests} requests each; TPOT per token and TTFT are medians of requests.
-The engine chooses for every cycle how many tokens to draft, by measured costs and acceptance (`runtime/controller.py`), so the
-ratio should not fall below 1 by more than what its probes cost. "Drafted cycles": those of one request in which it drafted.
+The engine chooses for every cycle how many tokens to draft, by measured costs and acceptance (`runtime/controller.py`); a ratio
+below 1 is where it did not pay all the same. "Drafted cycles": those of one request in which it drafted.
 """
 
 
