@@ -25,10 +25,10 @@ _COMMON_PRIOR_WEIGHT = 8.0
 _FIRST_CHANCE = 0.7
 # Another width must promise this much more than the present one, so that noise does not change it every cycle.
 _BETTER_BY = 1.03
-# Drafting must promise so much more than plain decoding, as it costs more than its own cycles show: prompts go through the drafter too,
-# and answers that end apart leave the last ones to small batches.  It helps, but is not enough for 8 and 16 sequences of the demo pair
-# (docs/serving_benchmark.md); 1.2 refuses gains that the tests' simulations have.
+# Drafting must promise so much more than plain decoding: of two ways that are as good, estimates choose the one that luck flattered.
 _WORTH = 1.08
+# Cycles that a drafter's catching up must pay for itself in; sequences come and go, and with them what was expected of them.
+_STRETCH_CYCLES = 16
 # A probe is so many cycles: enough samples for a cost's median.
 _PROBE_CYCLES = 3
 # Time that probes may cost, as a share of all; it shrinks to a quarter while they keep finding nothing.
@@ -74,16 +74,22 @@ class AcceptanceHistory:
         """Tokens that a cycle with 0, 1, ..., `width` drafts is expected to commit.
 
         Args:
-            common: chances by position over all sequences; at least `width`.
+            common: chances by position over all sequences, strictly between 0 and 1; at least `width`.
         """
-        tokens, survives, before = [1.0], 1.0, common[0] if common else 0.0
+        tokens, survives, better = [1.0], 1.0, 1.0
         for position in range(self.usable(width)):
-            # A position it never reached is expected to be between what others have there and what it has one earlier.
-            expected = (common[position] + before) / 2
-            before = self._counts.chance(position, expected, _OWN_PRIOR_WEIGHT)
-            survives *= before
+            # Where it was not yet, it is expected between the others and where it stood among them one position earlier, in odds.
+            odds = better**0.5 * _odds(common[position])
+            chance = self._counts.chance(position, odds / (1 + odds), _OWN_PRIOR_WEIGHT)
+            better = _odds(chance) / _odds(common[position])
+            survives *= chance
             tokens.append(tokens[-1] + survives)
         return tokens + tokens[-1:] * (width + 1 - len(tokens))
+
+
+def _odds(chance: float) -> float:
+    """Of a chance strictly between 0 and 1, as the estimates are."""
+    return chance / (1 - chance)
 
 
 class _Counts:
@@ -158,13 +164,14 @@ class SpeculationController:
         if self.adaptive and self.max_width:
             self._costs = calibrate(run, batches, self.max_width)
 
-    def width(self, histories: Sequence[AcceptanceHistory], *, plain_sequences: int = 0, joining: int = 0) -> int:
+    def width(self, histories: Sequence[AcceptanceHistory], *, plain_sequences: int = 0, joining: int = 0, waiting: int = 0) -> int:
         """Drafts per sequence in the coming cycle, 0 for plain decoding; `last_reason` says why.
 
         Args:
             histories: of the sequences that may speculate.
             plain_sequences: how many others are in the cycle.
             joining: requests whose prompts are run between the coming cycles; they wait for every one of them.
+            waiting: rows that the drafter has to take in first, if these sequences draft.
         """
         most = max((history.usable(self.max_width) for history in histories), default=0)
         if most <= 0:
@@ -174,7 +181,8 @@ class SpeculationController:
             self.last_reason = Reason.FIXED
             return most
         batch = len(histories) + plain_sequences
-        costs = [self._costs.ms(batch, width) for width in range(most + 1)]
+        catch_up = [0.0, *(self._costs.catch_up_ms(waiting, len(histories), width) for width in range(1, most + 1))]
+        costs = [self._costs.ms(batch, width) + catch_up[width] / _STRETCH_CYCLES for width in range(most + 1)]
         tokens = self._expected_tokens(histories, most, plain_sequences)
         rates = [amount / cost for amount, cost in zip(tokens, costs, strict=True)]
         # A cycle that keeps others from joining costs what all of them together would commit in its time.
@@ -185,7 +193,8 @@ class SpeculationController:
             return width
         chosen = self._best([rates[0], *(rate / _WORTH for rate in rates[1:])])
         other = max(range(1, most + 1), key=rates.__getitem__) if chosen == 0 else 0
-        if self._goes_to_probe(other, loss_ms=_PROBE_CYCLES * (costs[other] - tokens[other] / rates[chosen]), rate=rates[chosen]):
+        loss_ms = _PROBE_CYCLES * (costs[other] - tokens[other] / rates[chosen]) + catch_up[other]
+        if self._goes_to_probe(other, loss_ms=loss_ms, rate=rates[chosen]):
             self.last_reason = Reason.SPECULATION_PROBE if other else Reason.PLAIN_PROBE
             return other
         if chosen:
@@ -198,16 +207,18 @@ class SpeculationController:
 
     def observe(self, record: CycleRecord) -> None:
         """Take in a cycle that ran."""
-        milliseconds = record.terms_ms.total
+        milliseconds = spent_ms = record.terms_ms.total
         if self._costs is not None:
-            self._costs.add(record.batch, record.width if record.drafts else 0, milliseconds)
+            width = record.width if record.drafts else 0
+            if width and self._costs.catch_up_ms(record.waiting, record.drafts, width):
+                milliseconds = min(milliseconds, self._costs.ms(record.batch, width))  # what it says of the cycles behind it
+            else:
+                self._costs.add(record.batch, width, milliseconds)
         if record.drafts:
             self._common.fade()
-            # A position that nobody accepted may be missing from the record: it was reached all the same.
-            accepted = [*record.accepted_per_position, *[0] * self.max_width][: record.width]
-            for position, reached in enumerate([record.drafts, *accepted[:-1]]):
-                self._common.add(position, reached=reached, accepted=accepted[position])
-        self._budget_ms += _PROBE_SHARE * milliseconds
+            for position, (reached, accepted) in enumerate(zip(record.reached_per_position, record.accepted_per_position, strict=True)):
+                self._common.add(position, reached=reached, accepted=accepted)
+        self._budget_ms += _PROBE_SHARE * spent_ms
         self._cycles_since_probe += 1
         if self._probe is not None and self._is_probe_cycle:
             self._follow(self._probe, record.tokens, milliseconds)

@@ -1,93 +1,127 @@
-"""What a batched cycle costs, by sequences in it and drafts for each: calibrated at the start, kept up to date by the cycles that run."""
+"""What a batched cycle costs, by sequences in it and drafts for each: calibrated at the start, kept up to date by the cycles that run.
+
+A cycle of B sequences and w drafts takes C(B, w) exp(level + drafting + cell) milliseconds: C was calibrated; the level is the machine's
+speed and the sequences' lengths now; the others are what the calibration got wrong, of all cycles that draft and of those near B and w.
+A Kalman filter over the logarithms (R. E. Kalman 1960) says how much of a surprise each of them is to take: one way of decoding alone says
+little of the other, but a change of speed learnt with one is believed of both.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from math import exp, log
 from statistics import median
+
+import numpy as np
 
 from domino_deploy.runtime.protocols import TermsMs
 
-# Samples behind a measured cost. On a busy machine cycles vary by a quarter: with a median of five, luck chose widths that cost 4 % of
-# the throughput, with fifteen 2 % (tests/support/speculation_simulation.py with a demo pair's costs); a change is followed within eight.
-_SAMPLES = 15
-_FEWEST_SAMPLES = 3
-# Cycles behind the level: the machine's speed and the sequences' lengths change over seconds, a cycle is some tens of milliseconds.
-_LEVEL_SAMPLES = 31
-# After so many cycles without a new sample, half of what is said of a cost is its calibration, at the level of now.
-_HALF_LIFE_CYCLES = 512
-# Samples older than this say little of now: new ones displace them.
-_STALE_CYCLES = 128
-_CALIBRATION_RUNS = 3
+# Standard deviations of logarithms.  A cycle of a busy machine varies by a seventh; its speed drifts by a third in some hundred cycles.
+_NOISE = 0.15
+_LEVEL_DRIFT = 0.03
+_FIRST_LEVEL = 0.3
+# What a calibration of a few cycles may be wrong by, as a whole and for one batch and width; long sequences change it slowly.
+_FIRST_ERROR = 0.1
+_ERROR_DRIFT = 0.003
+# A stalled cycle is no more of a surprise than so many standard deviations.
+_MOST_SURPRISE = 2.5
+_CALIBRATION_ROUNDS = 3
+# Plain cycles whose rows a drafter has to take in when it is measured what that costs.
+_CATCH_UP_CYCLES = 8
+_LEVEL, _DRAFTING, _FIRST_CELL = 0, 1, 2
 
 
 class CycleCosts:
     """Milliseconds of a cycle for any batch and width.
 
-    The estimate is the median of recent cycles of that very batch and width.  Where there are few or old ones it leans on the
-    calibration, interpolated, times the level: what cycles take now, relative to the calibration.
+    Args:
+        grid: calibrated milliseconds by batch and width, one at least.
+        waiting_row_ms: calibrated cost of a row that the drafter has to take in beside drafting.
     """
 
-    def __init__(self, grid: Mapping[int, Mapping[int, float]]) -> None:
-        """`grid`: calibrated milliseconds by batch and width, one at least."""
+    def __init__(self, grid: Mapping[int, Mapping[int, float]], *, waiting_row_ms: float = 0.0) -> None:
         self._grid = grid
         self._interpolated: dict[tuple[int, int], float] = {}
-        self._samples: dict[tuple[int, int], deque[float]] = {}
-        self._last_cycle: dict[tuple[int, int], int] = {}
-        # The calibration has its say until it is outvoted: the first cycle may be a stalled one.
-        self._levels = deque([1.0] * _FEWEST_SAMPLES, maxlen=_LEVEL_SAMPLES)
-        self._level = 1.0
-        self._cycle = 0
+        self._cells: dict[tuple[int, int], int] = {}  # nearest calibrated batch, and width -> place in the state
+        self._state = np.zeros(_FIRST_CELL)
+        self._covariance = np.diag([_FIRST_LEVEL**2, _FIRST_ERROR**2])
+        self._waiting_row_ms = waiting_row_ms
 
     def ms(self, batch: int, width: int) -> float:
-        """The expected cost of one cycle."""
-        cell = batch, width
-        prior = self._calibrated(cell) * self._level
-        samples = self._samples.get(cell)
-        if not samples:
-            return prior
-        recent = median([*samples, *[prior] * (_FEWEST_SAMPLES - len(samples))])
-        trust: float = 0.5 ** ((self._cycle - self._last_cycle[cell]) / _HALF_LIFE_CYCLES)
-        return recent**trust * prior ** (1 - trust)
+        """The expected cost of one cycle that finds the drafter in step."""
+        places = self._places(batch, width)
+        return self._calibrated(batch, width) * exp(float(self._state[places].sum()))
+
+    def catch_up_ms(self, waiting: int, sequences: int, width: int) -> float:
+        """The expected cost of rows that wait for a drafter, beyond those that a cycle of `sequences` leaves to the next one."""
+        return max(0, waiting - sequences * (width + 1)) * self._waiting_row_ms * exp(float(self._state[_LEVEL]))
 
     def add(self, batch: int, width: int, measured_ms: float) -> None:
-        """Take in one cycle."""
+        """Take in one cycle that found the drafter in step."""
         if measured_ms <= 0:
             return  # a clock too coarse for this cycle
-        cell = batch, width
-        self._cycle += 1
-        samples = self._samples.setdefault(cell, deque(maxlen=_SAMPLES))
-        if self._cycle - self._last_cycle.get(cell, self._cycle) > _STALE_CYCLES:
-            samples.clear()
-        samples.append(measured_ms)
-        self._last_cycle[cell] = self._cycle
-        self._levels.append(measured_ms / self._calibrated(cell))
-        self._level = median(self._levels)
+        places, covariance = self._places(batch, width), self._covariance
+        drift = np.full(len(self._state), _ERROR_DRIFT**2)
+        drift[_LEVEL] = _LEVEL_DRIFT**2
+        covariance[np.diag_indices_from(covariance)] += drift
+        shared = covariance[:, places].sum(axis=1)
+        variance = float(shared[places].sum()) + _NOISE**2
+        most = _MOST_SURPRISE * variance**0.5
+        surprise = log(measured_ms / self.ms(batch, width))
+        self._state += shared / variance * min(max(surprise, -most), most)
+        covariance -= np.outer(shared, shared) / variance
 
-    def _calibrated(self, cell: tuple[int, int]) -> float:
-        if cell not in self._interpolated:
-            batch, width = cell
+    def _places(self, batch: int, width: int) -> list[int]:
+        """Where the state holds what makes up this cost."""
+        cell = min(self._grid, key=lambda size: abs(log(size / batch))), width
+        if cell not in self._cells:
+            self._cells[cell] = len(self._state)
+            self._state = np.append(self._state, 0.0)
+            grown = np.zeros((len(self._state),) * 2)
+            grown[:-1, :-1], grown[-1, -1] = self._covariance, _FIRST_ERROR**2
+            self._covariance = grown
+        return [_LEVEL, _DRAFTING, self._cells[cell]] if width else [_LEVEL, self._cells[cell]]
+
+    def _calibrated(self, batch: int, width: int) -> float:
+        if (batch, width) not in self._interpolated:
             at_width = {size: _interpolate(costs, width) for size, costs in self._grid.items()}
-            self._interpolated[cell] = _interpolate(at_width, batch)
-        return self._interpolated[cell]
+            self._interpolated[batch, width] = _interpolate(at_width, batch)
+        return self._interpolated[batch, width]
 
 
 def calibrate(run: Callable[[int, int], TermsMs], batches: Sequence[int], max_width: int) -> CycleCosts:
-    """Measure plain cycles and some widths for each batch size.
+    """Measure plain cycles and some widths for each batch size, and what it costs when a drafter has fallen behind.
 
     Args:
-        run: one cycle of so many sequences at that width.
+        run: one cycle of so many sequences at that width, each of which commits one token.
         batches: sizes to measure, at least one; those between them are interpolated.
         max_width: the widest cycle there is.
     """
+    samples: dict[tuple[int, int], list[float]] = {}
+    # Rounds, not one cost after the other: a machine that is slow for a second spoils one sample of many, not all of one.
+    for _ in range(_CALIBRATION_ROUNDS):
+        for batch in batches:
+            run(batch, min(1, max_width))  # the first one moves caches about
+            plain_ms = 0.0
+            for width in _grid_widths(max_width):
+                measured = samples.setdefault((batch, width), [])
+                measured.append(run(batch, width).total)
+                plain_ms = plain_ms or median(measured)
+                if median(measured) > (width + 1) * plain_ms:
+                    break  # slower than plain were every draft accepted: a wider one is not worth the time to measure it
     grid: dict[int, dict[int, float]] = {}
-    for batch in batches:
-        costs = grid.setdefault(batch, {})
-        for width in _grid_widths(max_width):
-            costs[width] = median(run(batch, width).total for _ in range(_CALIBRATION_RUNS))
-            if costs[width] > (width + 1) * costs[0]:
-                break  # slower than plain were every draft accepted: a wider one is not worth the time to measure it
-    return CycleCosts(grid)
+    for (batch, width), measured in samples.items():
+        grid.setdefault(batch, {})[width] = median(measured)
+    return CycleCosts(grid, waiting_row_ms=_waiting_row_ms(run, grid) if max_width else 0.0)
+
+
+def _waiting_row_ms(run: Callable[[int, int], TermsMs], grid: Mapping[int, Mapping[int, float]]) -> float:
+    """What a waiting row adds to the draft that takes it in, with as many sequences as there are."""
+    batch = max(grid)
+    run(batch, 1)
+    for _ in range(_CATCH_UP_CYCLES):
+        run(batch, 0)
+    return max(0.0, run(batch, 1).total - grid[batch][1]) / (batch * _CATCH_UP_CYCLES)
 
 
 def _grid_widths(max_width: int) -> list[int]:

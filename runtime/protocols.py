@@ -201,10 +201,12 @@ class BatchVerified:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRows:
-    """Rows of one slot: committed ones of the target; of the drafter those it holds, or has the features for."""
+    """Rows of one slot: committed ones of the target; of the drafter those it holds, or has the features for, and how many of these
+    features wait for its next draft, which takes the longer for it."""
 
     target: int
     drafter: int
+    waiting: int = 0
 
 
 class SlotPair(Protocol):

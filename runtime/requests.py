@@ -212,9 +212,10 @@ class CycleRecord:
     """One batched cycle.
 
     batch: sequences in it; width: drafts asked for per sequence, 0 for plain; drafts: sequences with at least one proposal;
-    proposed, accepted: tokens, counted as in `RequestStatistics.steps`; accepted_per_position: how many sequences accepted proposal
-    0, 1, ..., up to the last that any proposed; tokens: committed in all; terms_ms: where its time went.  A sequence that failed in it
-    counts in `batch` alone.
+    proposed, accepted: tokens, counted as in `RequestStatistics.steps`; reached_per_position, accepted_per_position: of how many
+    sequences proposal 0, 1, ... (up to the last of any) was decided on, all before it accepted, and how many accepted it; tokens:
+    committed in all; waiting: rows that the drafter had to take in beside drafting; terms_ms: where its time went.  A sequence that
+    failed in it counts in `batch` alone.
     """
 
     batch: int
@@ -222,9 +223,34 @@ class CycleRecord:
     drafts: int = 0
     proposed: int = 0
     accepted: int = 0
+    reached_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
     tokens: int = 0
+    waiting: int = 0
     terms_ms: TermsMs = field(default_factory=TermsMs)
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], *, batch: int, width: int, waiting: int, terms_ms: TermsMs) -> CycleRecord:
+        """The sum of what the sequences of a cycle made of it; those that failed have no step."""
+        drafted = [step for step in steps if step.proposed]
+        positions = range(max((step.proposed for step in drafted), default=0))
+        return cls(
+            batch=batch,
+            width=width,
+            drafts=len(drafted),
+            proposed=sum(step.proposed for step in drafted),
+            accepted=sum(step.accepted for step in drafted),
+            reached_per_position=tuple(sum(_decided(step) > position for step in drafted) for position in positions),
+            accepted_per_position=tuple(sum(step.accepted > position for step in drafted) for position in positions),
+            tokens=sum(len(step.token_ids) for step in steps),
+            waiting=waiting,
+            terms_ms=terms_ms,
+        )
+
+
+def _decided(step: Step) -> int:
+    """Proposals that were accepted or refused: those behind a refusal, or behind a request's end, were neither."""
+    return min(step.proposed, step.accepted + 1) if len(step.token_ids) > step.accepted else step.accepted
 
 
 @dataclass(frozen=True, kw_only=True)

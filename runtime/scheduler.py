@@ -16,7 +16,7 @@ from domino_deploy.errors import RequestError
 from domino_deploy.runtime.constraints import Matcher
 from domino_deploy.runtime.controller import SpeculationController
 from domino_deploy.runtime.prefix_cache import LEAST_REUSED_ROWS, PrefixCache
-from domino_deploy.runtime.protocols import SlotPair, Step, TermsMs
+from domino_deploy.runtime.protocols import SlotPair
 from domino_deploy.runtime.requests import ABORT, ERROR, CycleRecord, EngineSnapshot, Observer, Output, Request, RequestStatistics
 from domino_deploy.runtime.scheduled_request import ScheduledRequest, SchedulerLimits
 from domino_deploy.runtime.telling import Telling
@@ -193,7 +193,8 @@ class Scheduler:
     def _run_cycle(self) -> None:
         """Draft, verify and accept for all that decode."""
         requests, started = self._decoding, self._clock()
-        width = self._choose_width(requests)
+        waiting = self._waiting_rows(requests)
+        width = self._choose_width(requests, waiting)
         batch = self._pair.cycle([request.cycle(width) for request in requests])
         outputs: list[Output | Exception] = []
         for request, verified in zip(requests, batch.sequences, strict=True):
@@ -205,14 +206,20 @@ class Scheduler:
         steps = [output.step if isinstance(output, Output) else None for output in outputs]
         self._pair.commit([0 if step is None else len(step.token_ids) for step in steps])
         terms = batch.terms_ms.within((self._clock() - started) * 1e3)
-        self._record(cycle_record([step for step in steps if step is not None], batch=len(requests), width=width, terms_ms=terms))
+        taken = [step for step in steps if step is not None]
+        self._record(CycleRecord.of(taken, batch=len(requests), width=width, waiting=waiting if width else 0, terms_ms=terms))
         for request, output, step in zip(list(requests), outputs, steps, strict=True):
             if isinstance(output, Exception):
                 self._fail(request, output)
             elif step is not None:
                 self._deliver(request, replace(output, step=replace(step, terms_ms=terms), batch=len(outputs)))
 
-    def _choose_width(self, requests: Sequence[ScheduledRequest]) -> int:
+    def _waiting_rows(self, requests: Sequence[ScheduledRequest]) -> int:
+        """Rows that the drafter must take in first, if these requests draft."""
+        drafting = (request.slot for request in requests if request.num_drafts(self._limits.max_drafts))
+        return sum(self._pair.rows(slot).waiting for slot in drafting if slot is not None)
+
+    def _choose_width(self, requests: Sequence[ScheduledRequest], waiting: int) -> int:
         """Ask the controller for the coming cycle's width; who cannot use a draft is as good as plain."""
         histories = []
         for request in requests:
@@ -222,7 +229,7 @@ class Scheduler:
         if not histories:
             return 0  # nobody's choice, and not worth telling
         joining = min(len(self._prefilling) + len(self._waiting), self._pair.num_slots - len(requests))
-        width = self._controller.width(histories, plain_sequences=len(requests) - len(histories), joining=joining)
+        width = self._controller.width(histories, plain_sequences=len(requests) - len(histories), joining=joining, waiting=waiting)
         reason = self._controller.last_reason
         if (width, reason) != (self._width, self._reason):
             self._tell(lambda observer: observer.width_chosen(width, reason))
@@ -278,20 +285,3 @@ class Scheduler:
         before = served if self._service_seconds is None else self._service_seconds
         self._service_seconds = before + _SERVICE_WEIGHT * (served - before)
         self._tell(lambda observer: observer.finished(request, finish_reason, statistics))
-
-
-def cycle_record(steps: Sequence[Step], *, batch: int, width: int, terms_ms: TermsMs) -> CycleRecord:
-    """The sum of what the sequences of a cycle made of it; those that failed have no step."""
-    drafted = [step for step in steps if step.proposed]
-    return CycleRecord(
-        batch=batch,
-        width=width,
-        drafts=len(drafted),
-        proposed=sum(step.proposed for step in drafted),
-        accepted=sum(step.accepted for step in drafted),
-        accepted_per_position=tuple(
-            sum(step.accepted > position for step in drafted) for position in range(max((step.proposed for step in drafted), default=0))
-        ),
-        tokens=sum(len(step.token_ids) for step in steps),
-        terms_ms=terms_ms,
-    )

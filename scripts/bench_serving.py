@@ -1,18 +1,24 @@
 """Throughput of a server with and without speculation: see scripts/bench_serving.
 
 Prompts are the held-out ones of `domino-deploy bench`, which nothing was tuned on.  Requests without speculation go to the same server with
-`speculative: false`, so that both ways share process, weights and threads.  Every round measures every concurrency both ways, in
-alternating order; figures are medians over rounds, ratios are medians of each round's ratio.  Answers are compared: both ways
-must give the same texts.  Before every turn, other prompts take all slots: no prompt is found in a cache, beyond the chat template.
+`speculative: false`, so that both ways share process, weights and threads.  A turn is one way at one concurrency: as many clients ask for
+one answer after the other, of different lengths; what the server generates is counted over some seconds in which all of them are at work,
+by its own counter of tokens.  Every round takes every concurrency both ways, in alternating order; figures are medians over rounds, ratios
+medians of each round's ratio.  Answers are compared: both ways must give the same texts.  Before every turn, other prompts take all slots:
+no prompt is found in a cache, beyond the chat template.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,42 +32,59 @@ sys.path.insert(0, str(Path(__file__).parent))
 from serving_process import serving
 
 from domino_deploy.bench.client import Answer, Client
-from domino_deploy.bench.load import Level, LoadSettings, level, send, speculation_since
+from domino_deploy.bench.load import LoadSettings, Speculation, send, speculation_since
 from domino_deploy.bench.machine import this_machine, versions
 from domino_deploy.bench.report import Table, as_markdown, number
 from domino_deploy.bench.tasks import OWN, select
 from domino_deploy.cli.bench_url import whole_numbers
 
 _COLUMNS = (
-    "concurrency", "plain tok/s", "tok/s", "ratio", "acceptance length", "drafted cycles", "plain TPOT ms", "TPOT ms", "plain TTFT ms",
-    "TTFT ms", "same texts",
+    "concurrency", "plain tok/s", "tok/s", "ratio", "lowest to highest", "acceptance length", "drafted cycles", "plain TPOT ms", "TPOT ms",
+    "plain TTFT ms", "TTFT ms", "same texts",
 )  # fmt: skip
 _HEADING = """# Serving: throughput with and without speculation
 
-Requests in flight against one `domino-deploy serve` process; "plain" are the same requests with `"speculative": false`, in
-turns with the others. Medians over {rounds} rounds of {requests} requests each; TPOT per token and TTFT are medians of requests.
-The engine chooses for every cycle how many tokens to draft, by measured costs and acceptance (`runtime/controller.py`); a ratio
-below 1 is where it did not pay all the same. "Drafted cycles": those of one request in which it drafted.
+Clients that ask one `domino-deploy serve` process for one answer after the other; "plain" are the same requests with
+`"speculative": false`, in turns with the others. Tokens per second are those that the server generated in {seconds:g} seconds with all
+clients at work, medians over {rounds} rounds; the ratio is the median of the rounds' ratios, which lie between the lowest and the
+highest. TPOT per token and TTFT are medians of the answers that ended in these seconds. The engine chooses for every cycle how many
+tokens to draft, by measured costs and acceptance (`runtime/controller.py`). "Drafted cycles": of all parts that a sequence had in a cycle,
+those with drafts.
 """
+_TOKENS = "vllm:generation_tokens_total"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One concurrency, one way, one round; `figures` of its answers, `texts` in the order of the prompts."""
+    """One concurrency, one way, one round.
+
+    tokens, speculation: what the server's counters grew by in `seconds`; answers: those that ended in them; texts: of all answers, by
+    the number of their prompt.
+    """
 
     concurrency: int
     is_plain: bool
-    figures: Level
-    texts: tuple[str, ...]
+    seconds: float
+    tokens: float
+    speculation: Speculation
+    answers: tuple[Answer, ...]
+    texts: Mapping[int, str]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
 
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path), default=Path("build/demo-bundle"))
 @click.option("--url", help="Measure this server; by default one is started for the bundle.")
 @click.option("--concurrency", callback=whole_numbers, default="1,2,4,8,16")
-@click.option("--rounds", type=click.IntRange(min=1), default=3)
-@click.option("--requests", default=16, help="Of every turn.")
-@click.option("--max-new-tokens", default=64)
+@click.option("--rounds", type=click.IntRange(min=1), default=5)
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=15.0, help="Of every turn that count.")
+@click.option("--warm-up", type=click.FloatRange(min=0), default=3.0, help="Seconds of every turn before those.")
+@click.option("--prompts", default=96, help="Different ones; they are asked for in turns.")
+@click.option("--max-new-tokens", type=click.IntRange(min=2), default=64, help="Of the longest answer; the shortest has a third of it.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=Path("demo/figures/serving.json"))
 @click.option("--markdown", "markdown_path", type=click.Path(path_type=Path), default=Path("docs/serving_benchmark.md"))
 def main(
@@ -70,24 +93,28 @@ def main(
     url: str | None,
     concurrency: tuple[int, ...],
     rounds: int,
-    requests: int,
+    seconds: float,
+    warm_up: float,
+    prompts: int,
     max_new_tokens: int,
     json_path: Path,
     markdown_path: Path,
 ) -> None:
     """Measure, and write the figures down."""
-    settings = LoadSettings(concurrency=concurrency, requests=requests, max_new_tokens=max_new_tokens)
-    sets = select(list(OWN), (), -(-requests // len(OWN))).sets
+    settings = LoadSettings(concurrency=concurrency, max_new_tokens=max_new_tokens)
+    sets = select(list(OWN), (), -(-prompts // len(OWN))).sets
     # Kinds in turns, so that every load is a mix of them.
-    prompts = [prompt for same_place in zip(*(kind.prompts for kind in sets), strict=False) for prompt in same_place][:requests]
+    mixed = [prompt for same_place in zip(*(kind.prompts for kind in sets), strict=False) for prompt in same_place][:prompts]
     with _server(bundle, url, max(concurrency)) as address:
-        client = Client(address)
-        model = client.first_model()
-        turns = list(_turns(client, model, prompts, settings, rounds))
+        measurement = _Measurement(Client(address), settings, mixed, seconds=seconds, warm_up=warm_up)
+        turns = list(measurement.turns(rounds))
     facts = {
         "rows": [_row(turns, width) for width in concurrency],
         "rounds": rounds,
-        "settings": settings.to_dict() | {"prompts": len(prompts), "kinds": list(OWN)},
+        "seconds": seconds,
+        "prompts": len(mixed),
+        "kinds": list(OWN),
+        "max_new_tokens": max_new_tokens,
         "machine": asdict(this_machine()),
         "versions": versions(),
         "command": shlex.join(["scripts/bench_serving", *sys.argv[1:]]),
@@ -109,75 +136,128 @@ def _server(bundle: Path, url: str | None, slots: int) -> Iterator[str]:
         yield server.url
 
 
-def _turns(client: Client, model: str, prompts: Sequence[str], settings: LoadSettings, rounds: int) -> Iterator[Turn]:
-    bodies = {is_plain: [_body(settings, model, prompt, is_plain) for prompt in prompts] for is_plain in (True, False)}
-    others = OWN["word-problems"](len(prompts) + max(settings.concurrency))[len(prompts) :]
-    for warm_up in bodies.values():  # the controller's estimates are those of a server that has been running
-        send(client, settings.path, warm_up, concurrency=max(settings.concurrency))
-    for turn in range(rounds):
-        for concurrency in settings.concurrency:
-            for is_plain in (turn % 2 == 0, turn % 2 == 1):
-                click.echo(f"round {turn + 1}, concurrency {concurrency}, {'plain' if is_plain else 'speculative'}", err=True)
-                displacing = [_body(settings, model, other, is_plain) | {"max_tokens": 1} for other in others]
-                send(client, settings.path, displacing, concurrency=len(displacing))
-                before, started = client.metrics(), time.perf_counter()
-                answers = send(client, settings.path, bodies[is_plain], concurrency=concurrency)
-                seconds = time.perf_counter() - started
-                figures = level(concurrency, answers, seconds, speculation=speculation_since(before, client.metrics()))
-                yield Turn(concurrency=concurrency, is_plain=is_plain, figures=_whole(figures), texts=_texts(answers))
+class _Measurement:
+    """Turns against one server.
+
+    Args:
+        client: of the server.
+        settings: of the requests, and the concurrencies.
+        prompts: asked for in this order, over and over.
+        seconds, warm_up: of a turn, those that count and those before.
+    """
+
+    def __init__(self, client: Client, settings: LoadSettings, prompts: Sequence[str], *, seconds: float, warm_up: float) -> None:
+        self._client = client
+        self._settings = settings
+        self._prompts = prompts
+        self._seconds = seconds
+        self._warm_up = warm_up
+        self._model = client.first_model()
+        most = max(settings.concurrency)
+        self._others = OWN["word-problems"](len(prompts) + most)[len(prompts) :]
+
+    def turns(self, rounds: int) -> Iterator[Turn]:
+        """So many rounds, behind turns that count nowhere: the controller's estimates are those of a server that has been running."""
+        most = max(self._settings.concurrency)
+        for is_plain in (True, False):
+            self._turn(most, is_plain=is_plain)
+        for taken in range(rounds):
+            for concurrency in self._settings.concurrency:
+                for is_plain in (taken % 2 == 0, taken % 2 == 1):
+                    turn = self._turn(concurrency, is_plain=is_plain)
+                    way = "plain" if is_plain else "speculative"
+                    click.echo(f"round {taken + 1}, concurrency {concurrency}, {way}: {turn.rate:.1f} tok/s", err=True)
+                    yield turn
+
+    def _turn(self, concurrency: int, *, is_plain: bool) -> Turn:
+        displacing = [self._body(other, is_plain) | {"max_tokens": 1} for other in self._others]
+        send(self._client, self._settings.path, displacing, concurrency=len(displacing))
+        bodies = [self._body(prompt, is_plain, length) for prompt, length in zip(self._prompts, itertools.cycle(self._lengths()))]
+        stop, numbers, answers = threading.Event(), itertools.count(), list[tuple[int, Answer]]()
+
+        def ask_on() -> None:
+            while not stop.is_set():
+                number = next(numbers) % len(bodies)
+                answers.append((number, self._client.stream(self._settings.path, bodies[number])))
+
+        with ThreadPoolExecutor(max_workers=concurrency) as clients:
+            try:
+                running = [clients.submit(ask_on) for _ in range(concurrency)]
+                time.sleep(self._warm_up)
+                before, started = self._counters()
+                time.sleep(self._seconds)
+                after, ended = self._counters()
+            finally:
+                stop.set()
+        for client in running:
+            client.result()
+        _check(answers)
+        speculation = speculation_since(before, after)
+        assert speculation is not None, "a server with the one counter has the others"
+        return Turn(
+            concurrency=concurrency,
+            is_plain=is_plain,
+            seconds=ended - started,
+            tokens=after[_TOKENS] - before[_TOKENS],
+            speculation=speculation,
+            answers=tuple(answer for _, answer in answers if started <= answer.ended <= ended),
+            texts={number: answer.text for number, answer in answers},
+        )
+
+    def _lengths(self) -> list[int]:
+        """Tokens of the answers, so that clients do not wait for each other's ends all at once; a prompt has the same every time."""
+        most = self._settings.max_new_tokens
+        return [most, max(1, most // 3), max(1, 2 * most // 3), max(1, most // 2)]
+
+    def _body(self, prompt: str, is_plain: bool, length: int | None = None) -> dict[str, object]:
+        cut = {} if length is None else {"max_tokens": length}
+        return self._settings.body(self._model, prompt) | {"speculative": not is_plain} | cut
+
+    def _counters(self) -> tuple[dict[str, float], float]:
+        """The server's counters, and when it was asked for them."""
+        counters = self._client.metrics()
+        if counters is None or _TOKENS not in counters or speculation_since(counters, counters) is None:
+            raise click.ClickException(
+                f"Expected a server that counts {_TOKENS} and its drafts at /metrics, found none. Measure another one."
+            )
+        return counters, time.perf_counter()
 
 
-def _body(settings: LoadSettings, model: str, prompt: str, is_plain: bool) -> dict[str, object]:
-    return settings.body(model, prompt) | {"speculative": not is_plain}
-
-
-def _whole(figures: Level) -> Level:
-    if figures.errors:
-        raise click.ClickException(f"Expected every request to succeed, found {dict(figures.errors)}. See the server's log.")
-    return figures
-
-
-def _texts(answers: Sequence[Answer]) -> tuple[str, ...]:
-    return tuple(answer.text for answer in answers)
+def _check(answers: Sequence[tuple[int, Answer]]) -> None:
+    """Every request must have succeeded."""
+    errors = Counter(answer.error for _, answer in answers if answer.error is not None)
+    if errors:
+        raise click.ClickException(f"Expected every request to succeed, found {dict(errors)}. See the server's log.")
 
 
 def _row(turns: Sequence[Turn], concurrency: int) -> dict[str, Any]:
     """One concurrency's figures."""
     plain, ours = ([turn for turn in turns if (turn.concurrency, turn.is_plain) == (concurrency, is_plain)] for is_plain in (True, False))
-    ratios = [_rate(mine) / _rate(theirs) for mine, theirs in zip(ours, plain, strict=True)]
-    grown = [turn.figures.speculation for turn in ours if turn.figures.speculation is not None]
-    drafts, accepted = sum(each.drafts for each in grown), sum(each.accepted for each in grown)
+    ratios = [mine.rate / theirs.rate for mine, theirs in zip(ours, plain, strict=True)]
+    drafts, accepted = sum(turn.speculation.drafts for turn in ours), sum(turn.speculation.accepted for turn in ours)
+    # A part in a cycle commits one token, and those accepted besides.
+    parts = sum(turn.tokens for turn in ours) - accepted
+    known = {number: text for turn in plain for number, text in turn.texts.items()}
+    pairs = [(text, known[number]) for turn in ours for number, text in turn.texts.items() if number in known]
     return {
         "concurrency": concurrency,
-        "plain_tokens_per_second": median(map(_rate, plain)),
-        "tokens_per_second": median(map(_rate, ours)),
+        "plain_tokens_per_second": median(turn.rate for turn in plain),
+        "tokens_per_second": median(turn.rate for turn in ours),
         "ratio": median(ratios),
         "ratios": ratios,
         "acceptance_length": 1 + accepted / drafts if drafts else None,
-        "drafted_cycles_per_request": drafts / sum(turn.figures.requests for turn in ours),
-        "plain_tpot_ms": _median_of([turn.figures.token_ms for turn in plain]),
-        "tpot_ms": _median_of([turn.figures.token_ms for turn in ours]),
-        "plain_ttft_ms": _median_of([turn.figures.first_text_ms for turn in plain]),
-        "ttft_ms": _median_of([turn.figures.first_text_ms for turn in ours]),
-        "same_texts": sum(_same_texts(mine, theirs) for mine, theirs in zip(ours, plain, strict=True)),
-        "texts": sum(len(turn.texts) for turn in ours),
+        "drafted_cycles": drafts / parts if parts > 0 else None,
+        "plain_tpot_ms": _median(answer.token_ms for turn in plain for answer in turn.answers),
+        "tpot_ms": _median(answer.token_ms for turn in ours for answer in turn.answers),
+        "plain_ttft_ms": _median(answer.first_text_ms for turn in plain for answer in turn.answers),
+        "ttft_ms": _median(answer.first_text_ms for turn in ours for answer in turn.answers),
+        "same_texts": sum(mine == theirs for mine, theirs in pairs),
+        "texts": len(pairs),
     }
 
 
-def _same_texts(mine: Turn, theirs: Turn) -> int:
-    return sum(text == other for text, other in zip(mine.texts, theirs.texts, strict=True))
-
-
-def _rate(turn: Turn) -> float:
-    rate = turn.figures.tokens_per_second
-    if rate is None:
-        raise click.ClickException("Expected a server that states completion tokens in its usage, found none. Measure another one.")
-    return rate
-
-
-def _median_of(percentiles: Sequence[Any]) -> float | None:
-    """Over rounds, of each round's median."""
-    known = [values[50] for values in percentiles if values is not None]
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
@@ -187,8 +267,11 @@ def markdown(facts: dict[str, Any]) -> str:
         (
             str(row["concurrency"]),
             *(number(row[name], 1) for name in ("plain_tokens_per_second", "tokens_per_second")),
-            *(number(row[name]) for name in ("ratio", "acceptance_length")),
-            *(number(row[name], 1) for name in ("drafted_cycles_per_request", "plain_tpot_ms", "tpot_ms", "plain_ttft_ms", "ttft_ms")),
+            number(row["ratio"]),
+            f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}",
+            number(row["acceptance_length"]),
+            "-" if row["drafted_cycles"] is None else f"{row['drafted_cycles']:.0%}",
+            *(number(row[name], 1) for name in ("plain_tpot_ms", "tpot_ms", "plain_ttft_ms", "ttft_ms")),
             f"{row['same_texts']} of {row['texts']}",
         )
         for row in facts["rows"]
@@ -197,11 +280,11 @@ def markdown(facts: dict[str, Any]) -> str:
     notes = (
         f"machine: {machine['cpu']}, {machine['cores']} cores, {machine['os']}",
         "versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
-        f"prompts: the first {facts['settings']['prompts']} held-out ones of {', '.join(facts['settings']['kinds'])}; "
-        f"{facts['settings']['max_new_tokens']} tokens each, greedy",
+        f"prompts: the first {facts['prompts']} held-out ones of {', '.join(facts['kinds'])}; "
+        f"{facts['max_new_tokens'] // 3} to {facts['max_new_tokens']} tokens each, greedy",
         f"command: {facts['command']}",
     )
-    heading = _HEADING.format(rounds=facts["rounds"], requests=facts["settings"]["requests"])
+    heading = _HEADING.format(rounds=facts["rounds"], seconds=facts["seconds"])
     return heading + "\n" + as_markdown([Table(title="", columns=_COLUMNS, rows=rows)], notes)
 
 

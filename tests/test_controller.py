@@ -11,9 +11,9 @@ import pytest
 
 from domino_deploy.runtime.controller import AcceptanceHistory, Reason, SpeculationController
 from domino_deploy.runtime.cycle_costs import CycleCosts, calibrate
-from domino_deploy.runtime.protocols import TermsMs
+from domino_deploy.runtime.protocols import Step, TermsMs
 from domino_deploy.runtime.requests import CycleRecord
-from tests.support.speculation_simulation import MAX_WIDTH, Chances, calibrated, cpu_cost, fixed_rate, gpu_cost, simulate
+from tests.support.speculation_simulation import MAX_WIDTH, Chances, calibrated, cpu_cost, demo_pair_cost, fixed_rate, gpu_cost, simulate
 
 CYCLES = 1500
 COSTS = {"cpu": cpu_cost, "gpu": gpu_cost}
@@ -46,12 +46,52 @@ CHANCES: dict[str, Chances] = {
 @pytest.mark.parametrize(("cost", "batch"), list(itertools.product(COSTS, (1, 8))))
 @pytest.mark.parametrize("chances", CHANCES)
 def test_a_run_keeps_up_with_plain_decoding_and_with_the_best_fixed_width(cost: str, batch: int, chances: str) -> None:
-    """0.97 and 0.95 leave room for what probes and estimates cost."""
+    """0.98 leaves room for what probes and estimates cost, 0.93 for gains too small to be taken too, and where the acceptance changes,
+    0.7 for what goes by until a probe finds out."""
     given = {"cost": COSTS[cost], "chances": CHANCES[chances], "batch": batch, "cycles": CYCLES}
     rate = simulate(calibrated(COSTS[cost]), **given).rate  # type: ignore[arg-type]
     fixed = [fixed_rate(width, **given) for width in range(MAX_WIDTH + 1)]  # type: ignore[arg-type]
-    assert rate >= 0.97 * fixed[0]
-    assert rate >= 0.95 * max(fixed), fixed.index(max(fixed))
+    assert rate >= 0.98 * fixed[0]
+    assert rate >= (0.7 if chances.startswith("getting") else 0.93) * max(fixed), fixed.index(max(fixed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("batch", [4, 8, 16])
+def test_a_run_is_not_slower_than_plain_decoding_where_drafting_hardly_pays_and_the_machine_is_restless(batch: int, seed: int) -> None:
+    """Half again as slow in stretches, sequences that come with a prompt to catch up on and end soon: 0.985 is for the probes."""
+
+    def mixed(sequence: int, cycle: int) -> float:
+        return (0.85, 0.65, 0.6)[sequence % 3]
+
+    given = {"cost": demo_pair_cost, "chances": mixed, "batch": batch, "cycles": 800, "noise": 0.12, "bursts": 1.5, "seed": seed}
+    controller = calibrated(demo_pair_cost, max_width=6)
+    run = simulate(controller, waiting_row_ms=0.09, prompt_tokens=48, answer_tokens=48, **given)  # type: ignore[arg-type]
+    assert run.rate >= 0.985 * fixed_rate(0, **given)  # type: ignore[arg-type]
+
+
+def test_a_drafter_far_behind_is_not_caught_up_for_a_small_gain() -> None:
+    def cost(batch: int, width: int) -> float:
+        return [10.0, 13.0, *[100.0] * MAX_WIDTH][width]
+
+    costs = calibrate(lambda batch, width: TermsMs(verify=cost(batch, width)), (1,), 2)
+    assert costs.catch_up_ms(1000, 1, 1) == 0.0, "no row cost more than none"
+    controller = calibrated(cost, waiting_row_ms=0.1)
+    assert controller.width([AcceptanceHistory()], waiting=2) == 1
+    assert controller.width([AcceptanceHistory()], waiting=1000) == 0
+
+
+def test_a_cycle_that_caught_up_says_nothing_of_the_cost_of_others() -> None:
+    def after(waiting: int) -> int:
+        controller = calibrated(gpu_cost, max_width=1, waiting_row_ms=0.1)
+        plain = CycleRecord(batch=1, width=0, tokens=1, terms_ms=TermsMs(verify=gpu_cost(1, 0)))
+        drafted = replace(plain, width=1, drafts=1, proposed=1, accepted=1, reached_per_position=(1,), accepted_per_position=(1,), tokens=2)
+        for _ in range(10):
+            controller.observe(plain)
+            controller.observe(replace(drafted, waiting=waiting, terms_ms=TermsMs(verify=300.0)))
+        return controller.width([AcceptanceHistory()])
+
+    assert after(waiting=900) == 1
+    assert after(waiting=1) == 0
 
 
 def test_batches_that_come_and_go_never_cost_more_than_plain_decoding() -> None:
@@ -107,7 +147,10 @@ def test_stalls_of_a_hundred_times_a_cycle_change_nothing_for_long(chance: float
 def test_a_stall_while_a_cost_is_measured_for_the_first_time_does_not_shut_that_width_out() -> None:
     costs = calibrate(lambda batch, width: TermsMs(verify=gpu_cost(batch, width)), (1, 4), MAX_WIDTH)
     costs.add(2, 5, 100 * gpu_cost(2, 5))
-    assert costs.ms(2, 5) == pytest.approx(gpu_cost(2, 5), rel=0.02)
+    assert costs.ms(2, 5) / costs.ms(2, 0) == pytest.approx(gpu_cost(2, 5) / gpu_cost(2, 0), rel=0.2)
+    for _ in range(10):
+        costs.add(2, 5, gpu_cost(2, 5))
+    assert costs.ms(2, 5) == pytest.approx(gpu_cost(2, 5), rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [0.3, 3.0])
@@ -144,13 +187,36 @@ def test_calibration_leaves_out_widths_that_could_never_pay() -> None:
     assert set(asked) == {(1, 0), (1, 1), (2, 0), (2, 1)}
 
 
-def test_a_cost_follows_the_cycles_that_run() -> None:
+def test_a_change_of_speed_learnt_with_one_way_of_decoding_is_believed_of_the_other() -> None:
     costs = CycleCosts({1: {0: 10.0, 4: 12.0}})
-    for _ in range(5):
+    for _ in range(20):
         costs.add(1, 4, 24.0)
-    assert costs.ms(1, 4) == pytest.approx(24.0)
-    # Twice the calibration where it was measured: elsewhere, the best guess is twice as well.
-    assert costs.ms(1, 0) == pytest.approx(20.0)
+    assert costs.ms(1, 4) == pytest.approx(24.0, rel=0.01)
+    assert costs.ms(1, 0) == pytest.approx(20.0, rel=0.15)
+
+
+def test_a_calibration_that_was_wrong_of_drafting_is_put_right_by_turns_of_both_ways() -> None:
+    costs = CycleCosts({1: {0: 10.0, 4: 12.0}, 8: {0: 20.0, 4: 30.0}})
+    for _ in range(10):
+        for width, measured in ((0, 10.0), (4, 18.0)) * 3:
+            costs.add(1, width, measured)
+    assert (costs.ms(1, 0), costs.ms(1, 4)) == pytest.approx((10.0, 18.0), rel=0.05)
+    # Half again as dear with one sequence: where nothing was measured yet, the best guess is somewhat dearer as well.
+    assert 33.0 < costs.ms(8, 4) < 45.0
+    assert costs.ms(8, 0) == pytest.approx(20.0, rel=0.15)
+
+
+def test_calibration_measures_what_a_waiting_row_costs() -> None:
+    behind = 0
+
+    def run(batch: int, width: int) -> TermsMs:
+        nonlocal behind
+        waited, behind = behind, 1 if width else behind + 1
+        return TermsMs(draft=(2.0 + 0.5 * batch * waited if width else 0.0), verify=10.0)
+
+    costs = calibrate(run, (1, 4), 2)
+    assert costs.catch_up_ms(100 + 4 * 2, 4, 1) == pytest.approx(50.0, rel=0.15)
+    assert costs.catch_up_ms(8, 4, 1) == 0.0, "what a cycle leaves to the next is part of its cost"
 
 
 def test_a_cycle_of_no_time_teaches_nothing() -> None:
@@ -252,17 +318,39 @@ def test_a_new_sequence_is_expected_to_be_like_the_others(chance: float, pays: b
     assert (controller.last_reason == Reason.PAYS) is pays
 
 
-def test_a_position_that_is_missing_from_a_record_was_refused() -> None:
-    """A scheduler need not list positions that nobody accepted."""
+def test_only_positions_that_were_decided_on_say_something_of_the_acceptance() -> None:
+    """Sequences at their end are cut to one draft, behind which nothing was refused."""
 
-    def width_after(accepted_per_position: tuple[int, ...]) -> int:
-        controller = calibrated(gpu_cost)
-        record = CycleRecord(batch=2, width=4, drafts=2, proposed=8, tokens=2, terms_ms=TermsMs(verify=gpu_cost(2, 4)))
+    def width_after(*, reached: tuple[int, ...]) -> int:
+        controller = calibrated(cpu_cost)
+        record = CycleRecord(
+            batch=2,
+            width=4,
+            drafts=2,
+            proposed=2,
+            accepted=2,
+            reached_per_position=reached,
+            accepted_per_position=(2, *[0] * (len(reached) - 1)),
+            tokens=4,
+            terms_ms=TermsMs(verify=cpu_cost(2, 4)),
+        )
         for _ in range(20):
-            controller.observe(replace(record, accepted_per_position=accepted_per_position))
+            controller.observe(record)
         return controller.width([AcceptanceHistory(), AcceptanceHistory()])
 
-    assert width_after(()) == width_after((0, 0, 0, 0)) == 0
+    assert width_after(reached=(2,)) > 1
+    assert width_after(reached=(2, 2, 0, 0)) == 1
+
+
+def test_a_record_counts_a_proposal_as_reached_where_the_target_decided_on_it() -> None:
+    refused = Step(token_ids=(5, 6), proposed=3, accepted=1)
+    all_accepted = Step(token_ids=(5, 6, 7, 8), proposed=3, accepted=3)
+    ended_inside = Step(token_ids=(5, 6), proposed=3, accepted=2, finish_reason="stop")
+    plain = Step(token_ids=(5,))
+    record = CycleRecord.of([refused, all_accepted, ended_inside, plain], batch=5, width=3, waiting=4, terms_ms=TermsMs(verify=1.0))
+    assert record.reached_per_position == (3, 3, 1)
+    assert record.accepted_per_position == (3, 2, 1)
+    assert (record.drafts, record.proposed, record.accepted, record.tokens, record.waiting) == (3, 9, 6, 9, 4)
 
 
 def test_a_cycle_that_drafted_nothing_counts_as_plain() -> None:

@@ -14,7 +14,7 @@ from domino_deploy.errors import CapacityError
 from domino_deploy.runtime.backends import ort
 from domino_deploy.runtime.backends.ort_slots import OrtSlots, open_slots
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
-from domino_deploy.runtime.protocols import Drafter, SlotCycle, SlotRows, Target
+from domino_deploy.runtime.protocols import Drafter, SlotCycle, Target
 from tests.support.slot_scripts import Script, assert_same, random_script, run_alone, run_together
 
 CAPACITY = 200
@@ -80,6 +80,12 @@ def one_cycle(pair: OrtSlots, slot: int, tokens: list[int], count: int, kept: in
     return found
 
 
+def row_counts(pair: OrtSlots, slot: int) -> tuple[int, int]:
+    """Rows of the target and of the drafter."""
+    rows = pair.rows(slot)
+    return rows.target, rows.drafter
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_sequences_get_together_what_they_get_alone(kind, seed, slots, alone):
@@ -135,7 +141,7 @@ def test_a_known_beginning_is_as_good_as_a_fresh_one(kind, way, rows, slots):
     for count, kept in ((5, 4), (0, 1), (0, 1), (0, 1)):
         drafts, _ = one_cycle(pair, 0, tokens, count, kept)
         tokens += [*drafts[: kept - 1], 7]
-    assert pair.rows(0) == SlotRows(target=70, drafter=70)
+    assert row_counts(pair, 0) == (70, 70)
 
     slot = 0
     if way == "copy":
@@ -143,7 +149,7 @@ def test_a_known_beginning_is_as_good_as_a_fresh_one(kind, way, rows, slots):
         pair.copy(0, slot, rows)
     else:
         pair.truncate(slot, rows)
-    assert pair.rows(slot) == SlotRows(target=rows, drafter=rows)
+    assert row_counts(pair, slot) == (rows, rows)
     rest = tokens_of(9, seed=1)
     found = pair.prefill(slot, rest, num_logits=9, with_drafter=True).copy()
     begin(fresh, 1, tokens[:rows])
@@ -153,6 +159,24 @@ def test_a_known_beginning_is_as_good_as_a_fresh_one(kind, way, rows, slots):
     expected_drafts, expected = one_cycle(fresh, 1, whole, pair.max_proposals)
     assert drafts == expected_drafts
     np.testing.assert_allclose(logits, expected, rtol=0, atol=ATOL)
+
+
+def test_rows_wait_for_the_drafter_until_it_drafts(slots):
+    pair = slots()
+    tokens = tokens_of(40)
+    begin(pair, 0, tokens)
+    tokens.append(7)
+    waiting = []
+    for count in (0, 0, 5, 0, 5):
+        waiting.append(pair.rows(0).waiting)
+        one_cycle(pair, 0, tokens, count, 1)
+        tokens.append(7)
+    assert waiting == [40, 41, 42, 1, 2]
+    pair.copy(0, 1, 44)
+    assert (pair.rows(1).waiting, row_counts(pair, 1)) == (0, (44, 44))
+    lookup = slots(with_drafter=False, prompt_lookup=True)
+    begin(lookup, 0, tokens_of(40))
+    assert lookup.rows(0).waiting == 0
 
 
 def test_a_copy_leaves_its_source_as_it_was(slots):
@@ -171,14 +195,14 @@ def test_rows_without_a_drafter_can_be_copied_but_not_drafted_from(slots):
     pair = slots()
     pair.prefill(0, tokens_of(10), num_logits=1, with_drafter=True)
     pair.prefill(0, tokens_of(5, seed=1), num_logits=1, with_drafter=False)
-    assert pair.rows(0) == SlotRows(target=15, drafter=10)
+    assert row_counts(pair, 0) == (15, 10)
     pair.copy(0, 1, 12)
-    assert pair.rows(1) == SlotRows(target=12, drafter=10)
+    assert row_counts(pair, 1) == (12, 10)
     with pytest.raises(ValueError, match="a drafter with the target's 12 rows, found 10"):
         pair.prefill(1, [5], num_logits=1, with_drafter=True)
     pair.truncate(1, 10)
     pair.prefill(1, [5], num_logits=1, with_drafter=True)
-    assert pair.rows(1) == SlotRows(target=11, drafter=11)
+    assert row_counts(pair, 1) == (11, 11)
 
 
 @pytest.mark.parametrize("kind", ["domino", "int8"])
@@ -204,7 +228,7 @@ def test_the_last_rows_of_the_capacity_are_used_and_no_more(kind, slots, alone):
         pair.cycle([SlotCycle(slot=0, token_ids=[*tokens, *drafts, 7], count=0, with_drafter=True)])
     with pytest.raises(CapacityError, match=r"70.*found 4 \+ 67"):
         pair.prefill(1, tokens_of(67), num_logits=1, with_drafter=True)
-    assert pair.rows(1) == SlotRows(target=4, drafter=4), "a refusal changes nothing"
+    assert row_counts(pair, 1) == (4, 4), "a refusal changes nothing"
 
 
 def test_memory_is_that_of_the_sequences_there(slots):

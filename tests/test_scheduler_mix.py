@@ -106,6 +106,9 @@ def check_counters(served: Bench) -> None:
     assert sum(record.accepted for record in records) == sum(accepted for _, accepted in steps)
     assert all(sum(record.accepted_per_position) == record.accepted for record in records)
     assert all(len(record.accepted_per_position) <= record.width for record in records)
+    for record in records:
+        for reached, accepted in zip(record.reached_per_position, record.accepted_per_position, strict=True):
+            assert record.drafts >= reached >= accepted
     first_tokens = sum(entry.first_token_seconds is not None for entry in statistics)
     assert sum(record.tokens for record in records) == sum(entry.generated_tokens for entry in statistics) - first_tokens
     prefilled = sum(rows for rows in served.journal.of("prefilled"))  # type: ignore[misc]

@@ -17,7 +17,7 @@ from domino_deploy.runtime.protocols import FloatArray, Proposal
 
 # Rows whose features may wait with a sequence until it drafts: while plain decoding is faster, they are spared their passes, and what a
 # pass costs beside its rows is shared by many.  Of an 8B model with 5 taps, so many are 20 MB.
-_MOST_PENDING = PREFILL_ROWS
+_MOST_WAITING = PREFILL_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,9 @@ class SlotDrafter(Protocol):
     def max_proposals(self) -> int: ...
 
     def rows(self, slot: int) -> int: ...
+
+    def waiting(self, slot: int) -> int:
+        """Rows that the next draft has to take in first."""
 
     def take(self, slot: int, features: FloatArray) -> None:
         """Take the features [S, F] of a sequence's next rows; their memory is the caller's again."""
@@ -75,6 +78,9 @@ class LookupSlots:
 
     def rows(self, slot: int) -> int:
         return self._rows[slot]
+
+    def waiting(self, slot: int) -> int:
+        return 0
 
     def take(self, slot: int, features: FloatArray) -> None:
         self._rows[slot] += len(features)
@@ -107,41 +113,43 @@ class BackboneSlots:
     def __init__(self, passes: DraftPasses, num_slots: int) -> None:
         self._passes = passes
         self.caches = SlotCaches(passes.graph, num_slots)
-        self._nothing = np.zeros((0, passes.config.feature_size), dtype=passes.feature_dtype)
-        # Of each slot, features [rows, F] behind those in its cache, in the pieces they came in.
-        self._pending: list[list[FloatArray]] = [[] for _ in range(num_slots)]
+        nothing = np.zeros((0, passes.config.feature_size), dtype=passes.feature_dtype)
+        self._waiting = [_Waiting(nothing) for _ in range(num_slots)]
 
     @property
     def max_proposals(self) -> int:
         return self._passes.config.num_proposals
 
     def rows(self, slot: int) -> int:
-        return self.caches.length(slot) + self._num_pending(slot)
+        return self.caches.length(slot) + self._waiting[slot].rows
+
+    def waiting(self, slot: int) -> int:
+        return self._waiting[slot].rows
 
     def take(self, slot: int, features: FloatArray) -> None:
-        self._pending[slot].append(features.copy())
-        if self._num_pending(slot) >= _MOST_PENDING:
-            self._append_pending([slot])
+        self._waiting[slot].append(features.copy())
+        if self._waiting[slot].rows >= _MOST_WAITING:
+            self._catch_up([slot])
 
     def truncate(self, slot: int, rows: int) -> None:
         cached = min(self.caches.length(slot), rows)
         self.caches.truncate(slot, cached)
-        self._pending[slot] = [self._features(slot)[: rows - cached].copy()]
+        self._waiting[slot].replace(self._waiting[slot].features()[: rows - cached].copy())
 
     def copy(self, source: int, destination: int, rows: int) -> None:
         cached = min(self.caches.length(source), rows)
         self.caches.copy(source, destination, cached)
-        self._pending[destination] = [self._features(source)[: rows - cached].copy()]
+        self._waiting[destination].replace(self._waiting[source].features()[: rows - cached].copy())
 
     def propose(self, sequences: Sequence[Wanted]) -> Proposals:
         started, passes = perf_counter(), self._passes
         # No more than a cycle can leave: every sequence of the pass is filled up to the most.
-        self._append_pending([wanted.slot for wanted in sequences if self._num_pending(wanted.slot) > passes.config.block_size])
+        self._catch_up([wanted.slot for wanted in sequences if self._waiting[wanted.slot].rows > passes.config.block_size])
         count = max(wanted.count for wanted in sequences)
         anchors = {wanted.slot: wanted.token_ids[-1] for wanted in sequences}
-        order, hidden = self._run_backbone({slot: (self._features(slot), anchor) for slot, anchor in anchors.items()})
+        order, hidden = self._run_backbone({slot: (self._waiting[slot].features(), anchor) for slot, anchor in anchors.items()})
         for slot in order:
-            self._pending[slot] = []
+            self._waiting[slot].clear()
         hidden = hidden[:, :count]
         base_logits = passes.base_logits(hidden)
         drafted_at = perf_counter()
@@ -154,23 +162,15 @@ class BackboneSlots:
             proposals.append(Proposal(token_ids=drafts.token_ids[row, : wanted.count].copy(), pooled=pooled, uncertified=uncertified))
         return Proposals(proposals=proposals, draft_ms=(drafted_at - started) * 1e3, head_ms=(perf_counter() - drafted_at) * 1e3)
 
-    def _append_pending(self, slots: Sequence[int]) -> None:
+    def _catch_up(self, slots: Sequence[int]) -> None:
         """Make the features that wait part of the caches, at most `PREFILL_ROWS` of each in a pass; the blocks behind them are for
         nothing."""
-        pending, anchor = {slot: self._features(slot) for slot in slots}, self._passes.config.mask_token_id
-        for first in range(0, max(map(len, pending.values()), default=0), PREFILL_ROWS):
-            pieces = {slot: features[first : first + PREFILL_ROWS] for slot, features in pending.items() if len(features) > first}
+        waiting, anchor = {slot: self._waiting[slot].features() for slot in slots}, self._passes.config.mask_token_id
+        for first in range(0, max(map(len, waiting.values()), default=0), PREFILL_ROWS):
+            pieces = {slot: features[first : first + PREFILL_ROWS] for slot, features in waiting.items() if len(features) > first}
             self._run_backbone({slot: (features, anchor) for slot, features in pieces.items()})
         for slot in slots:
-            self._pending[slot] = []
-
-    def _num_pending(self, slot: int) -> int:
-        return sum(len(piece) for piece in self._pending[slot])
-
-    def _features(self, slot: int) -> FloatArray:
-        """Those that wait, [rows, F]."""
-        pieces = self._pending[slot]
-        return pieces[0] if len(pieces) == 1 else np.concatenate([self._nothing, *pieces])
+            self._waiting[slot].clear()
 
     def _run_backbone(self, pieces: dict[int, tuple[FloatArray, int]]) -> tuple[list[int], FloatArray]:
         """Append the features of some slots, each with its anchor; the slots in the order of the hidden states [B, P, M], and those."""
@@ -185,3 +185,32 @@ class BackboneSlots:
         for slot in slots:
             caches.append(slot, len(pieces[slot][0]))
         return slots, hidden
+
+
+class _Waiting:
+    """Features of a slot behind those in its cache, in the pieces they came in.
+
+    Args:
+        nothing: no features, [0, F].
+    """
+
+    def __init__(self, nothing: FloatArray) -> None:
+        self._nothing = nothing
+        self._pieces: list[FloatArray] = []
+        self.rows = 0
+
+    def append(self, features: FloatArray) -> None:
+        self._pieces.append(features)
+        self.rows += len(features)
+
+    def features(self) -> FloatArray:
+        """All of them, [rows, F]."""
+        return self._pieces[0] if len(self._pieces) == 1 else np.concatenate([self._nothing, *self._pieces])
+
+    def replace(self, features: FloatArray) -> None:
+        self.clear()
+        self.append(features)
+
+    def clear(self) -> None:
+        self._pieces.clear()
+        self.rows = 0

@@ -77,7 +77,10 @@ class OrtSlots:
 
     def rows(self, slot: int) -> SlotRows:
         """See `protocols.SlotPair`."""
-        return SlotRows(target=self.caches.length(slot), drafter=0 if self.drafter is None else self.drafter.rows(slot))
+        drafter = self.drafter
+        if drafter is None:
+            return SlotRows(target=self.caches.length(slot), drafter=0)
+        return SlotRows(target=self.caches.length(slot), drafter=drafter.rows(slot), waiting=drafter.waiting(slot))
 
     def truncate(self, slot: int, rows: int) -> None:
         """See `protocols.SlotPair`."""

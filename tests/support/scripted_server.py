@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.support.loopback import served
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
 KEY = "sk-bench"
+Script = list[str | bytes | float] | Response
 
 
 def chunk(text: str | None, **more: Any) -> str:
@@ -33,10 +34,10 @@ def answer(*texts: str) -> list[str | bytes | float]:
 class ScriptedServer:
     """Gives the streams it is told, one after another and then the last one always; keeps what it was asked.
 
-    stream: pieces of the body, strings or bytes, and seconds to wait; or a whole response.
+    stream: pieces of the body, strings or bytes, and seconds to wait; or a whole response; or what makes one of the request's JSON.
     """
 
-    def __init__(self, *streams: list[str | bytes | float] | Response, has_metrics: bool = True, api_key: str = KEY) -> None:
+    def __init__(self, *streams: Script | Callable[[dict[str, Any]], Script], has_metrics: bool = True, api_key: str = KEY) -> None:
         self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.in_flight = self.most_in_flight = 0
@@ -62,19 +63,22 @@ class ScriptedServer:
         return JSONResponse({"data": [{"id": "tiny"}, {"id": "other"}]})
 
     async def _metrics(self, request: Request) -> Response:
-        """Each answer is four cycles that drafted three tokens and had two accepted, over two engines' labels."""
+        """Each answer is four cycles that drafted three tokens and had two accepted, 12 tokens, over two engines' labels."""
         if not self._has_metrics:
             return PlainTextResponse("none", status_code=404)
         lines = ["# TYPE vllm:spec_decode_num_drafts counter", "some words"]
-        for name, each in (("drafts", 4), ("draft_tokens", 12), ("accepted_tokens", 8)):
+        counters = {"spec_decode_num_drafts": 4, "spec_decode_num_draft_tokens": 12, "spec_decode_num_accepted_tokens": 8}
+        for name, each in (counters | {"generation_tokens": 12}).items():
             for engine in (0, 1):
-                lines.append(f'vllm:spec_decode_num_{name}_total{{engine="{engine}"}} {100.0 + each * len(self.asked) / 2}')
+                lines.append(f'vllm:{name}_total{{engine="{engine}"}} {100.0 + each * len(self.asked) / 2}')
         return PlainTextResponse("\n".join(lines))
 
     async def _complete(self, request: Request) -> Response:
         self.asked.append(await request.json())
         self.paths.append(request.url.path)
         stream = self._streams.pop(0) if len(self._streams) > 1 else self._streams[0]
+        if callable(stream) and not isinstance(stream, Response):
+            stream = stream(self.asked[-1])
         return stream if isinstance(stream, Response) else StreamingResponse(self._sent(stream), media_type="text/event-stream")
 
     async def _sent(self, pieces: list[str | bytes | float]) -> AsyncIterator[bytes]:
