@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from domino_deploy.runtime.engine import Engine
 from domino_deploy.runtime.engine_settings import EngineSettings
 from domino_deploy.server.app import create_app
 from domino_deploy.server.metrics import Metrics
+from domino_deploy.server.schemas_chunks import ChatCompletionChunk
 from domino_deploy.server.settings import ServerSettings, StatisticsLevel
+from tests.support.fake_engine import ScriptedEngine, client_of
 
 EXAMPLES = 25  # per operation
 CHECKED = (
@@ -52,6 +55,11 @@ def document(client: TestClient) -> dict[str, Any]:
     return found
 
 
+def events_of(text: str) -> list[str]:
+    """The data of the events of a stream."""
+    return [event.removeprefix("data: ") for event in text.split("\n\n") if event]
+
+
 def conforms(document: dict[str, Any], path: str, method: str, status: int, body: Any) -> None:
     """Check an answer against what the document says of it."""
     content = document["paths"][path][method]["responses"][str(status)]["content"]["application/json"]
@@ -65,7 +73,7 @@ def test_every_route_is_described_and_no_other(app: Starlette, document: dict[st
     there = {(route.path.replace(":path", ""), method.lower()) for route in routes for method in route.methods or ()}
     described = {(path, method) for path, methods in document["paths"].items() for method in methods}
     # HEAD comes with every GET; the page is no API; the document does not describe itself.
-    apart = {("/", "get"), ("/static/{name}", "get"), ("/openapi.json", "get")}
+    apart = {("/", "get"), ("/favicon.ico", "get"), ("/static/{name}", "get"), ("/openapi.json", "get")}
     assert described == {(path, method) for path, method in there if method != "head"} - apart
 
 
@@ -95,6 +103,42 @@ def test_answers_have_the_fields_that_are_described(client: TestClient, document
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     conforms(document, path, "post", 200, answer.json())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", CHAT | {"speculation_details": True}),
+        ("/v1/completions", TEXT),
+        ("/v1/completions", TEXT | {"prompt": ["a", "b"], "echo": True, "logprobs": 2, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", TEXT | {"speculation_details": True}),
+    ],
+)
+def test_chunks_of_streams_have_the_fields_that_are_described(app: Starlette, document: dict[str, Any], path: str, body: Any) -> None:
+    client = TestClient(create_app(app.state.server.engine, replace(SETTINGS, statistics_level=StatisticsLevel.DETAILED)))
+    answer = client.post(path, json=body | {"stream": True, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    data = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]
+    last, event = data["anyOf"]
+    chunk, failure = event["contentSchema"]["anyOf"]
+    validator = Draft202012Validator({**chunk, "components": document["components"]})
+    *chunks, done = events_of(answer.text)
+    assert done == last["const"]
+    assert [error.message for text in chunks for error in validator.iter_errors(json.loads(text))] == []
+    assert len(chunks) > 1
+    assert failure["$ref"].endswith("/ErrorBody")
+
+
+def test_so_have_chunks_that_call_tools(tiny_bundle: Path) -> None:
+    body = CHAT | {"stream": True, "temperature": 0, "max_tokens": 200, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    with ScriptedEngine(tiny_bundle, call, max_model_len=1024) as engine:
+        *chunks, _ = events_of(client_of(engine).post("/v1/chat/completions", json=body).text)
+    choices = [choice for text in chunks for choice in ChatCompletionChunk.model_validate_json(text).choices]
+    assert "".join(part.function.arguments for choice in choices for part in choice.delta.tool_calls) == '{"a": 1}'
+    assert choices[-1].finish_reason == "tool_calls"
 
 
 def test_both_forms_of_the_metrics_are_described(client: TestClient, document: dict[str, Any]) -> None:
@@ -166,6 +210,17 @@ def test_schemathesis_finds_no_answer_that_is_not_described(app: Starlette, docu
 
         sent()
     assert {200, 400, 404} <= statuses
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_nor_does_it_in_streams(app: Starlette, document: dict[str, Any], path: str, body: Any) -> None:
+    schema = schemathesis.openapi.from_dict(document)
+    schema.app = app
+    # By chance alone it writes no body that is answered with a stream.
+    case = schema[path]["POST"].Case(body=body | {"stream": True}, media_type="application/json")
+    answer = case.call()
+    assert answer.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(answer, checks=list(CHECKED))
 
 
 def _bound(body: Any) -> None:

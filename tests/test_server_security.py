@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import hmac
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from domino_deploy.server import body
 from domino_deploy.server.app import create_app
 from domino_deploy.server.metrics import Metrics
 from domino_deploy.server.settings import ServerSettings
 from tests.support.idle_engine import IdleEngine
-from tests.support.loopback import served
 
 KEYS = ("first-key", "second-key")
 GUARDED = ("/v1/models", "/v1/models/x", "/metrics", "/version", "/tokenizer_info", "/openapi.json", "/nowhere")
-OPEN = ("/health", "/health/ready", "/")
+OPEN = ("/health", "/health/ready", "/", "/favicon.ico", "/static/icon.svg")
 
 
 @pytest.fixture
@@ -151,19 +147,6 @@ class TestBodyLimit:
         headers = {"content-type": "application/json"}
         assert client_of(engine, max_body_bytes=2000).post("/tokenize", content=content, headers=headers).status_code == 200
 
-    def test_a_body_that_does_not_come_in_time_is_refused(self, engine: IdleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
-        with served(app_of(engine)) as url:
-            address = urlsplit(url)
-            assert address.hostname is not None
-            with socket.create_connection((address.hostname, address.port or 0), timeout=60) as client:
-                client.sendall(
-                    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n{"
-                )
-                answer = b"".join(iter(lambda: client.recv(4096), b""))  # to its end: the connection is closed
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"request_timeout" in answer
-
 
 class TestBrowsers:
     def test_no_origin_is_allowed_unless_asked_for(self, engine: IdleEngine) -> None:
@@ -191,6 +174,12 @@ class TestBrowsers:
         policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
         assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
         assert policy["script-src"] == "'self'"
+
+    def test_the_icon_that_a_browser_asks_for_is_one_that_the_policy_lets_it_show(self, engine: IdleEngine) -> None:
+        answer = client_of(engine, api_keys=KEYS).get("/favicon.ico")
+        assert answer.headers["content-type"] == "image/svg+xml"
+        assert answer.text.lstrip().startswith("<svg")
+        assert "img-src 'self'" in answer.headers["content-security-policy"]
 
     @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
     def test_a_foreign_page_cannot_start_work_with_a_simple_request(self, engine: IdleEngine, content_type: str | None) -> None:

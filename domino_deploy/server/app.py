@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 
 from domino_deploy.errors import DominoDeployError
 from domino_deploy.server import chat, completions, health, metrics, models, openapi, page, tokens
+from domino_deploy.server.endpoints import Endpoints
 from domino_deploy.server.errors import ApiError, api_error, error_response
 from domino_deploy.server.middleware import REQUEST_ID_HEADER, ApiKeys, BodyLimit, KnownHosts, RequestContext, SecurityHeaders
 from domino_deploy.server.settings import ServerSettings
@@ -40,7 +41,7 @@ def create_app(engine: Engine, settings: ServerSettings, metrics_of_engine: Metr
     """
     state = ServerState(engine=engine, settings=settings, metrics=metrics_of_engine)
     open_routes = [*health.open_routes, *(page.routes if settings.has_page else ())]
-    guarded = [*health.routes, *models.routes, *tokens.routes, *chat.routes, *completions.routes, *openapi.routes]
+    guarded = [*chat.routes, *completions.routes, *models.routes, *tokens.routes, *health.routes, *openapi.routes]
     if state.has_metrics:
         guarded += metrics.routes
     around = [Middleware(RequestContext, logs_prompts=settings.logs_prompts), Middleware(SecurityHeaders)]
@@ -72,6 +73,7 @@ def create_app(engine: Engine, settings: ServerSettings, metrics_of_engine: Metr
     # A second address of the same thing would be one without a name in logs and in the key check.
     app.router.redirect_slashes = False
     app.state.server = state
+    app.state.endpoints = Endpoints([*guarded, *health.open_routes])
     return app
 
 
@@ -90,12 +92,11 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     allowed = dict(error.headers or {})
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=allowed)
-    where = f"{request.method} {request.url.path}"
+    endpoints: Endpoints = request.app.state.endpoints
     if error.status_code == 404:
-        found = ApiError(404, f"Expected a path of this server, found {where}. The API is below /v1.", code="unknown_url")
+        found = endpoints.unknown_path(request)
     elif error.status_code == 405:
-        methods = allowed.get("Allow", "another method")
-        found = ApiError(405, f"Expected {methods} for this path, found {where}.", code="method_not_supported", headers=allowed)
+        found = endpoints.wrong_method(request, allowed)
     else:
         return await _answer_error(request, error)
     return await _answer_error(request, found)

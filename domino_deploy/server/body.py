@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from domino_deploy.errors import listed, shortened
 from domino_deploy.server.errors import ApiError
+from domino_deploy.server.problems import Place, Problem, described, joined, shown
+from domino_deploy.server.state import state_of
 from domino_deploy.strict_json import JsonObject, strict_value
 
 # JSON schemas of tools nest some ten levels; Python's own limit is the stack.
 MAX_DEPTH = 64
-# From the head of a request to the end of its body: who sends it byte by byte must not hold its memory for ever.
-BODY_SECONDS = 60.0
 # Lists and objects of a body; a body full of empty ones would take a hundred times its size.
 MAX_CONTAINERS = 2**19
 _MOST_PROBLEMS = 10
 _ADVICE = "Correct the body and send the request again."
-# (place in the body, what is wrong there): "" for the body as a whole.
-Problem = tuple[str, str]
-_Place = tuple[str | int, ...]
-_Progress = tuple[tuple[int, ...], int]
 
 
 class Body(BaseModel):
     """A JSON object of a client: types as they are, no conversions; unknown fields are ignored.
 
-    not_honoured: known fields that this server has no use for, each with the values that ask for nothing (null always does).
+    not_honoured: known fields that this server has no use for, each with the values that ask for nothing (null always does); instead:
+    of some of them, the field of ours that does their work.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
-    not_honoured: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    not_honoured: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    instead: ClassVar[Mapping[str, str]] = {}
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong across fields, once every field is right by itself."""
@@ -57,13 +53,14 @@ async def read_body(request: Request, model: type[AnyBody]) -> AnyBody:
             the first place of all.
     """
     _check_content_type(request.headers.get("content-type"))
+    seconds = state_of(request).settings.body_seconds
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             text = await request.body()
     except TimeoutError as error:
         raise ApiError(
             408,
-            f"Expected the whole body within {BODY_SECONDS:g} s, found a part of it. Send the request again.",
+            f"Expected the whole body within {seconds:g} s, found a part of it. Send the request again.",
             code="request_timeout",
             headers={"Connection": "close"},  # the rest of the body may still come
         ) from error
@@ -80,7 +77,7 @@ def parse_body(text: bytes, model: type[AnyBody]) -> AnyBody:
     try:
         body = model.model_validate(value)
     except ValidationError as error:
-        raise invalid(_described(error.errors(include_url=False, include_context=False), value)) from error
+        raise invalid(described(error.errors(include_url=False), value)) from error
     problems = list(body.problems())
     if problems:
         raise invalid(problems)
@@ -96,12 +93,6 @@ def invalid(problems: Sequence[Problem], *, code: str | None = None) -> ApiError
         else listed(f"The body has {len(lines)} problems:", shortened(lines, _MOST_PROBLEMS), _ADVICE)
     )
     return ApiError(400, message, param=problems[0][0] or None, code=code)
-
-
-def shown(value: object) -> str:
-    """A value of the client, short enough for a message."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_content_type(header: str | None) -> None:
@@ -131,7 +122,7 @@ def _json_object(text: bytes) -> JsonObject:
 
 def _check_tree(value: JsonObject) -> None:
     """Depth, strings without lone surrogates, which no UTF-8 text holds (JSON's escapes can spell them), and no 1e999."""
-    waiting: list[tuple[_Place, Any]] = [((), value)]
+    waiting: list[tuple[Place, Any]] = [((), value)]
     while waiting:
         place, item = waiting.pop()
         if len(place) > MAX_DEPTH:
@@ -144,14 +135,14 @@ def _check_tree(value: JsonObject) -> None:
             elif isinstance(inner, str):
                 _check_text(inner, place, step)
             elif isinstance(inner, float) and not math.isfinite(inner):
-                raise invalid([(_joined((*place, step)), "expected a finite number, found one that no double can hold")])
+                raise invalid([(joined((*place, step)), "expected a finite number, found one that no double can hold")])
 
 
-def _check_text(text: str, place: _Place, step: str | int) -> None:
+def _check_text(text: str, place: Place, step: str | int) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        where = _joined((*place, step)).encode("ascii", "backslashreplace").decode()
+        where = joined((*place, step)).encode("ascii", "backslashreplace").decode()
         raise ApiError(
             400, f"{where}: expected text that UTF-8 can hold, found the lone surrogate {text[error.start]!a}. {_ADVICE}", param=where
         ) from error
@@ -162,70 +153,10 @@ def _refused_fields(value: JsonObject, model: type[Body]) -> Iterator[Problem]:
         given = value.get(name)
         if given is not None and not any(_same(given, allowed) for allowed in neutral):
             wanted = " or ".join(["left out", *(shown(allowed) for allowed in neutral)])
-            yield name, f"this server does not support it; expected it {wanted}, found {shown(given)}"
+            other = f", with {model.instead[name]} in its place" if name in model.instead else ""
+            yield name, f"this server does not support it; expected it {wanted}{other}, found {shown(given)}"
 
 
 def _same(given: object, allowed: object) -> bool:
     # For Python, true is 1.
     return isinstance(given, bool) == isinstance(allowed, bool) and given == allowed
-
-
-def _described(errors: Sequence[ErrorDetails], value: JsonObject) -> list[Problem]:
-    """One problem per place.  A field of several types fails for each of them: what counts is the type that fits furthest."""
-    furthest: dict[_Place, tuple[_Progress, list[Problem]]] = {}
-    for error in errors:
-        is_missing = error["type"] == "missing"
-        place, union = _places(error["loc"], value, is_missing=is_missing)
-        problem = "expected it, found no such field" if is_missing else f"{_lowered(error['msg'])}, found {_shown_input(error['input'])}"
-        progress = _progress(place, is_too_long=error["type"] == "too_long")
-        best, problems = furthest.setdefault(union, (progress, []))
-        if progress > best:
-            problems = []
-        if progress >= best:
-            furthest[union] = progress, [*problems, (_joined(place), problem)]
-    expected: dict[str, list[str]] = {}
-    for _, problems in furthest.values():
-        for place_text, problem in problems:
-            expected.setdefault(place_text, []).append(problem)
-    return [(place, " or ".join(dict.fromkeys(found))) for place, found in expected.items()]
-
-
-def _progress(place: _Place, *, is_too_long: bool) -> _Progress:
-    # A list that is too long was not looked into: that is further than to fail on the first item, not as far as on the second.
-    return (*(step for step in place if isinstance(step, int)), *((0, 0) if is_too_long else ())), len(place)
-
-
-def _lowered(message: str) -> str:
-    message = message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
-    return message[:1].lower() + message[1:]
-
-
-def _shown_input(value: object) -> str:
-    if isinstance(value, list) and len(value) > 8:
-        return f"a list of {len(value)}"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**64:
-        return f"an integer of {math.ceil(math.log10(abs(value)))} digits"
-    return shown(value)
-
-
-def _places(loc: Sequence[str | int], value: object, *, is_missing: bool) -> tuple[_Place, _Place]:
-    """The steps into the body of an error's `loc`, in which pydantic also names the branches of unions; and those to the first union."""
-    place: list[str | int] = []
-    union: _Place | None = None
-    current: Any = value
-    for depth, step in enumerate(loc):
-        if isinstance(step, int) and isinstance(current, list) and step < len(current):
-            current = current[step]
-        elif isinstance(step, str) and isinstance(current, dict) and (step in current or (is_missing and depth == len(loc) - 1)):
-            current = current.get(step)
-        else:
-            union = tuple(place) if union is None else union
-            continue
-        place.append(step)
-    return tuple(place), tuple(place) if union is None else union
-
-
-def _joined(place: _Place) -> str:
-    """OpenAI's way to write it: `messages[0].content`."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:80]}" for step in place)
-    return text.removeprefix(".")

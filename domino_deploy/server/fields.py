@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,8 +12,9 @@ from domino_deploy.errors import RequestError
 from domino_deploy.runtime.constraints import Constraint
 from domino_deploy.runtime.requests import MAX_TOP_LOGPROBS, GenerationParams
 from domino_deploy.runtime.sampling import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, SamplingParams
-from domino_deploy.server.body import Body, Problem, invalid
+from domino_deploy.server.body import Body, invalid
 from domino_deploy.server.errors import ApiError
+from domino_deploy.server.problems import Problem
 
 # OpenAI takes 4 stops and 300 biases: room for more, but none for a request that costs every other one time in each step.
 MAX_STOPS = 16
@@ -30,39 +31,6 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS, patter
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
-
-# Fields of OpenAI's and vLLM's in both endpoints (`Body.not_honoured`).
-NOT_HONOURED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": ([],),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "structured_outputs": (),
-    "structural_tag": (),
-    "logits_processors": ([],),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "cache_salt": (),
-    "priority": (0,),
-    "kv_transfer_params": (),
-    "vllm_xargs": (),
-    "request_id": (),
-}
 
 
 class StreamOptions(Body):
@@ -104,8 +72,6 @@ class ResponseFormat(Body):
 
 class GenerationFields(Body):
     """Fields of both endpoints.  null is as good as left out, everywhere."""
-
-    not_honoured: ClassVar[dict[str, tuple[Any, ...]]] = NOT_HONOURED
 
     model: str = Field(description="One of the names that /v1/models lists.")
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(default=None, description="0 is greedy decoding; 1 if left out.")

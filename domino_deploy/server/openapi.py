@@ -27,6 +27,7 @@ from domino_deploy.server.schemas_answers import (
     Version,
 )
 from domino_deploy.server.schemas_chat import ChatBody
+from domino_deploy.server.schemas_chunks import ChatCompletionChunk, CompletionChunk
 from domino_deploy.server.schemas_completions import CompletionBody
 from domino_deploy.server.state import state_of
 from domino_deploy.server.tokens import DetokenizeBody, TokenizeBody
@@ -51,15 +52,15 @@ _ERRORS: Mapping[int, str] = {
 class _Operation:
     """One method of one path.
 
-    answer: the model of a 200, or the schema of one without a model; streams: a 200 may also be server-sent events; media_types: of the
-    200; errors: statuses beside the ones that every path has; is_open: it needs no key.
+    answer: the model of a 200, or the schema of one without a model; chunk: of server-sent events, which a 200 may also be;
+    media_types: of the 200; errors: statuses beside the ones that every path has; is_open: it needs no key.
     """
 
     path: str
     summary: str
     answer: type[BaseModel] | Mapping[str, Any]
     body: type[Body] | None = None
-    streams: bool = False
+    chunk: type[BaseModel] | None = None
     media_types: Sequence[str] = (_JSON,)
     errors: Sequence[int] = ()
     parameters: Sequence[Mapping[str, Any]] = ()
@@ -72,7 +73,7 @@ class _Operation:
     @property
     def models(self) -> list[type[BaseModel]]:
         answer = [self.answer] if isinstance(self.answer, type) else []
-        return [*answer, *([self.body] if self.body is not None else [])]
+        return [*answer, *(model for model in (self.body, self.chunk) if model is not None)]
 
 
 _MODEL_NAME = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "description": "One of the served names."}
@@ -84,7 +85,7 @@ _OPERATIONS = (
         summary="The next message of a conversation",
         body=ChatBody,
         answer=ChatCompletion,
-        streams=True,
+        chunk=ChatCompletionChunk,
         errors=_GENERATION_ERRORS,
     ),
     _Operation(
@@ -92,7 +93,7 @@ _OPERATIONS = (
         summary="The text that follows a prompt",
         body=CompletionBody,
         answer=Completion,
-        streams=True,
+        chunk=CompletionChunk,
         errors=_GENERATION_ERRORS,
     ),
     _Operation(path="/v1/models", summary="What is served", answer=ModelList),
@@ -130,8 +131,8 @@ def document(*, has_keys: bool, has_metrics: bool, has_known_hosts: bool) -> dic
             "title": "domino-deploy",
             "version": __version__,
             "summary": "OpenAI's API over speculative decoding",
-            "description": "Fields of OpenAI's and vLLM's that are not listed are ignored if unknown, and answered with 400 if known but "
-            "without an effect here.",
+            "description": "Fields that are not listed are ignored if unknown, and answered with 400 if OpenAI or another server has them "
+            "but they are without an effect here.",
         },
         "paths": paths,
         "components": {"schemas": definitions["$defs"]},
@@ -144,8 +145,8 @@ def document(*, has_keys: bool, has_metrics: bool, has_known_hosts: bool) -> dic
 def _described(operation: _Operation, references: Mapping[Any, Any], *, has_keys: bool, refusals: Sequence[int]) -> dict[str, Any]:
     answer = references[operation.answer, _MODE] if isinstance(operation.answer, type) else operation.answer
     content: dict[str, Any] = {media_type: {"schema": answer} for media_type in operation.media_types}
-    if operation.streams:
-        content[_EVENTS] = {"schema": {"type": "string", "description": "Chunks, one JSON object per event, then [DONE]."}}
+    if operation.chunk is not None:
+        content[_EVENTS] = {"schema": _event_of(references[operation.chunk, _MODE], references[ErrorBody, _MODE])}
     responses = {"200": {"description": "The answer.", "content": content}}
     failures = [*operation.errors, 500, *(() if operation.is_open else refusals)]
     for status in sorted(failures):
@@ -163,6 +164,17 @@ def _described(operation: _Operation, references: Mapping[Any, Any], *, has_keys
     if has_keys and not operation.is_open:
         found["security"] = [{"key": []}]
     return found
+
+
+def _event_of(chunk: Mapping[str, Any], error: Mapping[str, Any]) -> dict[str, Any]:
+    """One event: OpenAPI 3.1 has no word for a sequence of them, and readers take the schema of a stream as that of its events."""
+    data = {
+        "anyOf": [
+            {"const": "[DONE]", "description": "The last event."},
+            {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": [chunk, error]}},
+        ]
+    }
+    return {"type": "object", "description": "One server-sent event.", "properties": {"data": data}, "required": ["data"]}
 
 
 async def openapi(request: Request) -> Response:

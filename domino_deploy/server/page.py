@@ -13,6 +13,7 @@ from starlette.routing import Route
 from domino_deploy.server.errors import ApiError
 
 INDEX = "index.html"
+_ICON = "icon.svg"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # A browser asks again each time: an upgraded server must not be met by an old script.
 _HEADERS = {"cache-control": "no-cache"}
@@ -29,6 +30,11 @@ async def _index(request: Request) -> Response:
     return _served(INDEX)
 
 
+async def _icon(request: Request) -> Response:
+    """Browsers ask for it by themselves, with no key, beside whatever they show."""
+    return _served(_ICON)
+
+
 async def _static(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in page_files():
@@ -40,4 +46,4 @@ def _served(name: str) -> Response:
     return Response(page_files()[name], media_type=_MEDIA_TYPES[PurePosixPath(name).suffix], headers=_HEADERS)
 
 
-routes = [Route("/", _index), Route("/static/{name}", _static)]
+routes = [Route("/", _index), Route("/favicon.ico", _icon), Route("/static/{name}", _static)]

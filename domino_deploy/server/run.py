@@ -19,6 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from domino_deploy.errors import RequestError
+from domino_deploy.server.connections import ServerConfig
 from domino_deploy.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1  # how late a start or a failure of the engine is seen
 # After the engine's end: for its last words to reach the clients, and for 503 to reach whoever asks in that moment.
 _LAST_ANSWERS_SECONDS = 1.0
-_CLOSE_SECONDS = 5  # for connections whose client neither reads nor leaves
-_IDLE_CONNECTION_SECONDS = 60  # longer than the pools of common clients keep theirs, so that they, not we, close first
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -80,22 +79,7 @@ def run(app: Starlette, listening: socket.socket, *, announce: Callable[[], None
 
 async def _run(app: Starlette, listening: socket.socket, announce: Callable[[], None]) -> int:
     state: ServerState = app.state.server
-    settings = state.settings
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="h11",
-            h11_max_incomplete_event_size=settings.max_header_bytes,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=_IDLE_CONNECTION_SECONDS,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,
-        )
-    )
+    server = _Server(ServerConfig(app, state.settings))
     ending = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, ending)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, tool_calls
-from domino_deploy.server.body import Body, Problem, shown
-from domino_deploy.server.fields import MAX_NAME_CHARACTERS, MAX_TOKENS, NOT_HONOURED, GenerationFields, Name, TopLogprobs
+from domino_deploy.server.body import Body
+from domino_deploy.server.fields import MAX_NAME_CHARACTERS, MAX_TOKENS, GenerationFields, Name, TopLogprobs
+from domino_deploy.server.not_honoured import CHAT_INSTEAD, CHAT_NOT_HONOURED, Neutral
+from domino_deploy.server.problems import Problem, shown
 from domino_deploy.server.settings import OWN_TEMPLATE_VARIABLES
 
 # Far above what conversations hold, low enough for a template to run through; OpenAI takes 128 tools.
@@ -120,24 +122,8 @@ class NamedTool(Body):
 class ChatBody(GenerationFields):
     """A request for the next message of a conversation."""
 
-    not_honoured: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **NOT_HONOURED,
-        "audio": (),
-        "modalities": (["text"],),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-        "functions": ([],),
-        "function_call": ("none",),
-        "echo": (False,),
-        "chat_template": (),
-        "continue_final_message": (False,),
-        "documents": ([],),
-        "mm_processor_kwargs": (),
-        "include_reasoning": (True,),
-        "thinking_token_budget": (),
-    }
+    not_honoured: ClassVar[Neutral] = CHAT_NOT_HONOURED
+    instead: ClassVar[Mapping[str, str]] = CHAT_INSTEAD
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] = Field(
         description="The conversation, oldest message first; the bundle's own chat template makes the prompt of it."

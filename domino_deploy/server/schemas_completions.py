@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from domino_deploy.server.body import Problem
-from domino_deploy.server.fields import NOT_HONOURED, GenerationFields, TokenId, TopLogprobs
+from domino_deploy.server.fields import GenerationFields, TokenId, TopLogprobs
+from domino_deploy.server.not_honoured import COMPLETION_INSTEAD, COMPLETION_NOT_HONOURED, Neutral
+from domino_deploy.server.problems import Problem
 
 # Each is a request of its own to the engine; evaluation tools send some hundreds.
 MAX_PROMPTS = 1024
@@ -23,7 +24,8 @@ _Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 class CompletionBody(GenerationFields):
     """A request for the text that follows a prompt."""
 
-    not_honoured: ClassVar[dict[str, tuple[Any, ...]]] = {**NOT_HONOURED, "suffix": ("",)}
+    not_honoured: ClassVar[Neutral] = COMPLETION_NOT_HONOURED
+    instead: ClassVar[Mapping[str, str]] = COMPLETION_INSTEAD
 
     prompt: _Text | Annotated[list[_Text], _Several] | _Tokens | Annotated[list[_Tokens], _Several] = Field(
         description="A text, token ids, or a list of either, which gives a choice for each."

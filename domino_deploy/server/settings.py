@@ -10,7 +10,9 @@ from typing import Any
 
 from domino_deploy.errors import RequestError, listed
 
-_LONGEST_DRAIN_SECONDS = 24 * 60 * 60  # threads cannot wait for any number of seconds
+MAX_PORT = 65535
+LEAST_SIZE_BYTES = 1024  # of a request body or head that may be sent
+LONGEST_DRAIN_SECONDS = 24 * 60 * 60  # threads cannot wait for any number of seconds
 _ORIGIN = re.compile(r"https?://[^/\s?#]+|\*")
 _HOST_NAME = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]|\*", re.ASCII)
 # What the server itself gives to the chat template, and the template.
@@ -33,9 +35,10 @@ class ServerSettings:
     served_model_names: what clients may call the model, the first one in answers; () for the bundle folder's name.
     cors_origins: pages of these origins may call the API, "*" for all, () for none; allowed_hosts: further names that clients may call
     this server by where `known_hosts` counts, "*" for any.
-    max_body_bytes, max_header_bytes: longest request body and head; request_timeout_seconds: from arrival to the last token, None
-    for no limit; keep_alive_seconds: silence in a stream after which a comment is sent; drain_seconds: how long running requests may
-    go on once the server is told to end; statistics_level: as above, one request may ask for less but not for more.
+    max_body_bytes, max_header_bytes: longest request body and head; head_seconds, body_seconds: how long a client may take to send
+    either; request_timeout_seconds: from arrival to the last token, None for no limit; keep_alive_seconds: silence in a stream after
+    which a comment is sent; drain_seconds: how long running requests may go on once the server is told to end; statistics_level: as
+    above, one request may ask for less but not for more.
     chat_template_kwargs: variables of the chat template where a request sets none of that name.
     has_metrics, has_page: whether `/metrics` and the page at `/` are there; logs_prompts: whether prompts and answers go to the log.
 
@@ -51,6 +54,8 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
     max_header_bytes: int = 64 * 2**10
+    head_seconds: float = 30.0
+    body_seconds: float = 60.0
     request_timeout_seconds: float | None = 600.0  # the default limit of OpenAI's own clients
     keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
@@ -62,17 +67,17 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         problems = []
-        if not 0 <= self.port <= 65535:
-            problems.append(f"port must lie in [0, 65535], found {self.port}")
+        if not 0 <= self.port <= MAX_PORT:
+            problems.append(f"port must lie in [0, {MAX_PORT}], found {self.port}")
         for name in ("max_body_bytes", "max_header_bytes"):
-            if getattr(self, name) < 1024:
-                problems.append(f"{name} must be at least 1024, found {getattr(self, name)}")
-        for name in ("request_timeout_seconds", "keep_alive_seconds"):
+            if getattr(self, name) < LEAST_SIZE_BYTES:
+                problems.append(f"{name} must be at least {LEAST_SIZE_BYTES}, found {getattr(self, name)}")
+        for name in ("request_timeout_seconds", "head_seconds", "body_seconds", "keep_alive_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 problems.append(f"{name} must be above 0, found {value}")
-        if not 0 <= self.drain_seconds <= _LONGEST_DRAIN_SECONDS:
-            problems.append(f"drain_seconds must lie in [0, {_LONGEST_DRAIN_SECONDS}], found {self.drain_seconds}")
+        if not 0 <= self.drain_seconds <= LONGEST_DRAIN_SECONDS:
+            problems.append(f"drain_seconds must lie in [0, {LONGEST_DRAIN_SECONDS}], found {self.drain_seconds}")
         # Keys travel in a header, which carries visible ASCII.
         bad_keys = sum(not re.fullmatch(r"[!-~]+", key) for key in self.api_keys)
         if bad_keys:

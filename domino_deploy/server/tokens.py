@@ -11,10 +11,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from domino_deploy.server.body import Body, Problem, invalid, read_body
+from domino_deploy.server.body import Body, invalid, read_body
 from domino_deploy.server.conversation import chat_prompt_ids
 from domino_deploy.server.fields import TokenId
 from domino_deploy.server.models import check_model_name
+from domino_deploy.server.not_honoured import Neutral
+from domino_deploy.server.problems import Problem
 from domino_deploy.server.prompt_text import encoded
 from domino_deploy.server.schemas_answers import Detokenized, Tokenized
 from domino_deploy.server.schemas_chat import MAX_MESSAGES, MAX_TEMPLATE_VARIABLES, MAX_TOOLS, ChatBody, Message, Tool
@@ -27,7 +29,7 @@ MAX_DETOKENIZED = 2**20
 class TokenizeBody(Body):
     """A text, or the messages of a conversation."""
 
-    not_honoured: ClassVar[dict[str, tuple[Any, ...]]] = {"continue_final_message": (False,), "chat_template": ()}
+    not_honoured: ClassVar[Neutral] = {"continue_final_message": (False,), "chat_template": ()}
 
     model: str | None = Field(default=None, description="One of the names that /v1/models lists; null for the one that is served.")
     prompt: str | None = Field(default=None, description="A text; without messages only.")

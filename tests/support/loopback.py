@@ -12,9 +12,11 @@ from starlette.types import ASGIApp
 
 
 @contextmanager
-def served(app: ASGIApp, *, seconds: float = 60.0) -> Iterator[str]:
+def served(app: ASGIApp, *, config: uvicorn.Config | None = None, seconds: float = 60.0) -> Iterator[str]:
     """The address of `app`, which answers until the block is left; `seconds` is how long its start and end may take."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none"))
+    config = config or uvicorn.Config(app, log_level="error", lifespan="off", ws="none")
+    config.host, config.port = "127.0.0.1", 0
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
