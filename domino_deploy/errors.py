@@ -9,6 +9,7 @@
     ├── VerificationError   an exported graph whose numbers are not PyTorch's
     ├── CapacityError       a prompt or a request that the caches cannot hold
     ├── RequestError        a prompt, a sampling value or a stop condition
+    │   └── OutOfRangeError     arguments out of range, each by its name
     ├── QueueFullError      an engine that has as many requests waiting as it may
     ├── DrainingError       an engine that takes no more requests
     ├── MeasurementError    a server to be measured that gives no answers
@@ -21,7 +22,7 @@ into exit codes (`exit_code`); an unexpected exception keeps its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 class DominoDeployError(Exception):
@@ -70,6 +71,20 @@ class RequestError(DominoDeployError):
     """A value of the request is out of range."""
 
     exit_code = 2
+
+
+class OutOfRangeError(RequestError):
+    """Arguments out of range: `problems` says of each, by its name, what it must be and what was found."""
+
+    def __init__(self, problems: Mapping[str, str], advice: str) -> None:
+        self._problems = dict(problems)
+        self._advice = advice
+        super().__init__(self.told(lambda name: name))
+
+    def told(self, called: Callable[[str], str]) -> str:
+        """The message with the arguments' names as the reader knows them: on a command line they are options."""
+        problems = [f"{called(name)} {problem}" for name, problem in self._problems.items()]
+        return listed(f"Expected values in range, found {len(problems)} out of it:", problems, self._advice)
 
 
 class QueueFullError(DominoDeployError):

@@ -12,7 +12,7 @@ from typing import Any
 from domino_deploy.backends import BACKENDS, Backend, check_precision
 from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.config import TargetConfig
-from domino_deploy.errors import MissingDependencyError, RequestError, listed
+from domino_deploy.errors import MissingDependencyError, OutOfRangeError, RequestError
 from domino_deploy.runtime.backends.ort_provider import Provider
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import Drafter, SlotPair
@@ -32,6 +32,11 @@ class DrafterChoice(StrEnum):
     NONE = "none"
 
 
+def serves_together(backend: Backend, provider: Provider) -> bool:
+    """Whether several requests are decoded together: by ONNX Runtime on the CPU alone."""
+    return backend is Backend.ORT and provider is Provider.CPU
+
+
 def open_slots(
     bundle: str | Path,
     *,
@@ -44,13 +49,13 @@ def open_slots(
 ) -> tuple[Bundle, Tokenizer, SlotPair]:
     """Open a bundle for several sequences at a time.
 
-    ONNX Runtime on the CPU runs them together, in `num_slots` slots; everything else runs one after the other, in a single slot.
+    What `serves_together` says runs in `num_slots` slots, everything else one after the other, in a single slot.
 
     Args and errors otherwise as `Session.open`.
     """
     opened, tokenizer, asked = checked_bundle(bundle, backend, provider, drafter, max_model_len, threads)
     module = backend_module(backend)  # also where it is not called: it names the package that is missing
-    if backend is Backend.ORT and provider is Provider.CPU:
+    if serves_together(backend, provider):
         from domino_deploy.runtime.backends import ort_slots
 
         del asked["provider"]
@@ -85,15 +90,15 @@ def chosen_drafter(choice: DrafterChoice, loaded: Drafter | None) -> Drafter | N
 
 def _capacity(target: TargetConfig, max_model_len: int | None, threads: int | None) -> int:
     most = target.max_position_embeddings
-    problems = []
+    problems = {}
     if max_model_len is not None and not 1 <= max_model_len <= most:
-        problems.append(f"max_model_len must lie in [1, {most}], the positions of this target, found {max_model_len}")
+        problems["max_model_len"] = f"must lie in [1, {most}], the positions of this target, found {max_model_len}"
     processors = os.cpu_count() or 1
     # More than processors only wait for each other, and thousands hang the machine.
     if threads is not None and not 1 <= threads <= processors:
-        problems.append(f"threads must lie in [1, {processors}], the processors of this machine, found {threads}")
+        problems["threads"] = f"must lie in [1, {processors}], the processors of this machine, found {threads}"
     if problems:
-        raise RequestError(listed(f"Session: {len(problems)} value(s) out of range", problems, "Correct them and open the session again."))
+        raise OutOfRangeError(problems, "Correct them and open the bundle again.")
     return min(most, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
 
 

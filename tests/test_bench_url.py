@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from starlette.responses import JSONResponse, Response
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from domino_deploy.bench import load
 from domino_deploy.bench.client import Answer, Client
@@ -15,6 +17,7 @@ from domino_deploy.bench.event_stream import EventReader
 from domino_deploy.bench.load import LoadSettings
 from domino_deploy.cli import main
 from domino_deploy.errors import RequestError
+from tests.support.loopback import served
 from tests.support.scripted_server import KEY, USAGE, ScriptedServer, answer, chunk
 
 
@@ -111,11 +114,11 @@ class TestOneRequest:
         with ScriptedServer(response).url() as url:
             assert Client(url).stream(load.CHAT_PATH, {}).error == error
 
-    def test_no_server_is_no_connection(self) -> None:
+    def test_no_server_is_a_refused_connection(self) -> None:
         with ScriptedServer(answer("a")).url() as url:
             gone = url
         client = Client(gone, timeout_seconds=5)
-        assert client.stream(load.CHAT_PATH, {}).error == "no_connection"
+        assert client.stream(load.CHAT_PATH, {}).error == "connection_refused"
         assert client.metrics() is None
 
     @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://x:port", "http://x/?a=b"])
@@ -222,7 +225,33 @@ class TestCommand:
         level = json.loads(done.stdout)["levels"][0]
         assert level["errors"] == {"broken_stream": 1, "http_429": 1}
         assert level["completion_tokens"] == 10
-        assert "concurrency 1: 1 x http_429" in done.stderr
+        assert "concurrency 1: 1 x http_429, status 429 Too Many Requests" in done.stderr
+
+    def test_the_tables_count_failed_requests_by_kind_and_say_what_each_is(self, prompt_file: Path) -> None:
+        refused = JSONResponse({}, status_code=429)
+        with ScriptedServer(refused, [chunk("x")], refused, answer("a", "b")).url() as url:
+            flags = ("--concurrency", "1", "--requests", "4", "--warm-up", "0")
+            done = bench("--url", url, "--prompts", prompt_file, *flags)
+        rows = [line.split("\t") for line in done.stdout.splitlines()]
+        assert ["concurrency", "requests", "kind", "found"] in rows
+        assert ["1", "2", "http_429", "status 429 Too Many Requests"] in rows
+        assert ["1", "1", "broken_stream", "a connection that ended before the answer did"] in rows
+
+    @pytest.mark.parametrize("flags", [(), ("--model", "tiny")], ids=["by its list", "named"])
+    def test_no_server_is_said_in_words_and_what_to_do(self, prompt_file: Path, flags: tuple[str, ...]) -> None:
+        with ScriptedServer(answer("a")).url() as url:
+            gone = url
+        done = bench("--url", gone, "--prompts", prompt_file, "--concurrency", "1", "--requests", "1", *flags)
+        assert done.exit_code == 1
+        for words in (gone, "connection refused: no server listens there", "Start the server, or correct --url."):
+            assert words in done.stderr
+        assert "ConnectionRefusedError" not in done.stderr
+
+    def test_a_server_without_a_list_of_models_shows_what_it_gave(self, prompt_file: Path) -> None:
+        with served(Starlette(routes=[Route("/v1/models", lambda request: PlainTextResponse("Welcome"))])) as url:
+            done = bench("--url", url, "--prompts", prompt_file)
+        assert done.exit_code == 1
+        assert "found no such list at /v1/models, but 'Welcome'. Correct --url, or name the --model." in done.stderr
 
     def test_a_run_in_which_every_request_fails_is_an_error(self, prompt_file: Path) -> None:
         with ScriptedServer(JSONResponse({}, status_code=500)).url() as url:
@@ -244,8 +273,8 @@ class TestCommand:
             (("b", "--url", "http://x"), "found both"),
             (("b", "--concurrency", "2", "--requests", "3"), "Expected no --concurrency, --requests when measuring a bundle"),
             (("--url", "http://x", "--backend", "eager", "--threads", "2"), "Expected no --backend, --threads when measuring a server"),
-            (("--url", "http://x", "--concurrency", "1,x"), "Expected whole numbers separated by commas"),
-            (("--url", "http://x", "--concurrency", "0"), "concurrency must be numbers of at least 1"),
+            (("--url", "http://x", "--concurrency", "1,x"), "Expected whole numbers of at least 1 separated by commas"),
+            (("--url", "http://x", "--concurrency", "0"), "'--concurrency': Expected whole numbers of at least 1"),
         ],
     )
     def test_options_of_the_other_way_are_refused(self, arguments: tuple[str, ...], message: str) -> None:

@@ -79,6 +79,20 @@ def test_reset_forgets_the_turns_and_exit_ends(tiny_bundle: Path) -> None:
     assert "The conversation is forgotten." in done.stderr
 
 
+@pytest.mark.parametrize("end", ["/quit", "/bye", "/q"])
+def test_other_words_for_exit_end_it_too(end: str, tiny_bundle: Path) -> None:
+    done = chat(tiny_bundle, end, "Never asked.")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_wrong_command_is_told_all_that_there_are_and_help_explains_them(tiny_bundle: Path) -> None:
+    wrong, helped = chat(tiny_bundle, "/quiet").stderr, chat(tiny_bundle, "/help").stderr
+    for command in ("/help", "/reset", "/system TEXT", "/speculation on|off", "/stats", "/exit"):
+        assert command in wrong
+        assert any(line.startswith(f"{command} ") for line in helped.splitlines())
+    assert "/quit, /bye, /q" in helped
+
+
 def test_the_system_message_is_set_and_taken_back(tiny_bundle: Path) -> None:
     expected = answers(tiny_bundle, ["Why?"], system="Be brief.")
     assert expected != answers(tiny_bundle, ["Why?"])

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from domino_deploy import __version__, errors
 from domino_deploy.cli import COMMANDS, console, main
+from domino_deploy.cli.command import Command
 
 HEAVY = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "tokenizers", "jinja2", "numpy", "safetensors", "rich")
 
@@ -164,7 +165,60 @@ def test_options_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, 
 def test_a_bad_value_in_the_environment_is_an_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "x"], env={"DOMINO_DEPLOY_GENERATE_TOP_K": "many"})
     assert done.exit_code == 2
-    assert "many" in done.stderr
+    assert "'many'" in done.stderr
+    assert "--top-k was read from the environment variable DOMINO_DEPLOY_GENERATE_TOP_K." in done.stderr
+
+
+class TestVariables:
+    """A refusal names the variable that the value came from, and no other."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "variable", "value"),
+        [
+            (["serve", "b"], "DOMINO_DEPLOY_SERVE_PORT", "abc"),
+            (["serve", "b"], "DOMINO_DEPLOY_SERVE_NO_PAGE", "maybe"),
+            (["serve", "b"], "DOMINO_DEPLOY_SERVE_LOG_LEVEL", "loud"),
+            (["serve", "b"], "DOMINO_DEPLOY_SERVE_CHAT_TEMPLATE_KWARGS", "[]"),
+            (["generate", "b", "--prompt", "x", "--no-speculation"], "DOMINO_DEPLOY_GENERATE_DRAFTER", "none"),
+            (["bench", "b"], "DOMINO_DEPLOY_BENCH_CONCURRENCY", "0"),
+            (["export", "--ckpt", "d", "--target", "t", "-o", "o"], "DOMINO_DEPLOY_EXPORT_CANDIDATE_POOL", "-1"),
+            (["verify", "b"], "DOMINO_DEPLOY_VERIFY_NUM_LAYERS", "0"),
+            (["build-engine", "b"], "DOMINO_DEPLOY_BUILD_ENGINE_WORKSPACE", "much"),
+            (["inspect", "b"], "DOMINO_DEPLOY_INSPECT_BATCH", "0"),
+            (["regenerate", "--target", "t", "-o", "o"], "DOMINO_DEPLOY_REGENERATE_TEMPERATURE", "hot"),
+            (["train", "--target", "t"], "DOMINO_DEPLOY_TRAIN_STEPS", "few"),
+            (["doctor"], "DOMINO_DEPLOY_DOCTOR_JSON", "maybe"),
+            (["doctor"], "DOMINO_DEPLOY_QUIET", "maybe"),
+        ],
+        ids=lambda value: value if isinstance(value, str) and value.startswith("DOMINO") else "",
+    )
+    def test_of_every_command(self, arguments: list[str], variable: str, value: str) -> None:
+        done = CliRunner().invoke(main, arguments, env={variable: value, "DOMINO_DEPLOY_SERVE_THREADS": "1"})
+        assert done.exit_code == 2, done.output
+        assert f"was read from the environment variable {variable}." in done.stderr
+        assert done.stderr.count("environment variable") == 1
+
+    def test_one_that_depends_on_the_bundle(self, tiny_bundle: Path) -> None:
+        variable = "DOMINO_DEPLOY_GENERATE_MAX_MODEL_LEN"
+        done = CliRunner().invoke(main, ["generate", str(tiny_bundle), "--prompt", "x"], env={variable: "1000000"})
+        assert done.exit_code == 2
+        assert "--max-model-len must lie in" in done.stderr
+        assert f"--max-model-len was read from the environment variable {variable}." in done.stderr
+
+    def test_the_one_that_an_option_states_itself(self) -> None:
+        command = Command("x", params=[click.Option(["--key"], type=int, envvar=["FIRST_KEY", "SECOND_KEY"])])
+        done = CliRunner().invoke(command, [], env={"FIRST_KEY": "", "SECOND_KEY": "abc"})
+        assert "--key was read from the environment variable SECOND_KEY." in done.stderr
+
+    def test_what_was_typed_has_none(self) -> None:
+        done = CliRunner().invoke(main, ["serve", "b", "--port", "abc"], env={"DOMINO_DEPLOY_SERVE_PORT": "1"})
+        assert done.exit_code == 2
+        assert "environment variable" not in done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_tells_its_errors_alike(name: str) -> None:
+    assert isinstance(command_named(name), Command)
 
 
 class TestConsole:

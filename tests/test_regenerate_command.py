@@ -139,7 +139,7 @@ class TestCommand:
             ([], 2, ["--prompts or --kind"]),
             (["--kind", "poems"], 2, ["templated-code", "'poems'"]),
             (["--kind", "short-chat:0"], 2, ["short-chat:COUNT", "'0'"]),
-            (["--kind", "short-chat:2", "--temperature", "-1", "--top-p", "2"], 2, ["temperature", "top_p"]),
+            (["--kind", "short-chat:2", "--top-p", "2"], 2, ["--top-p", "2.0"]),
             (["--kind", "short-chat:2", "--seed", "-3"], 2, ["seed", "-3"]),
             (["--kind", "short-chat:2", "--soft-labels", "--no-features"], 2, ["--soft-labels", "--no-features"]),
             (["--kind", "short-chat:2", "--max-prompt-tokens", "3"], 1, ["at most 3 tokens", "--max-prompt-tokens"]),

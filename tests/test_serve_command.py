@@ -15,9 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
-from domino_deploy.cli import main
+from tests.support.serve_command import invoke
 
 START_SECONDS = 120.0
 BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -122,10 +121,6 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Process]) -> None:
     assert time.monotonic() - began < 20  # its answer had twice as much to go
 
 
-def invoke(*arguments: object, **environment: str) -> Any:
-    return CliRunner().invoke(main, ["serve", *map(str, arguments)], env=environment)
-
-
 class TestRefusals:
     @pytest.fixture(autouse=True)
     def serves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,14 +153,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("flags", "words"),
         [
-            (["--port", "99999"], "port must lie in"),
-            (["--max-num-seqs", "0"], "max_sequences"),
-            (["--max-num-seqs", "100000000"], "max_sequences"),
-            (["--max-queue", "-1"], "max_queued"),
+            (["--port", "99999"], "'--port': 99999 is not in the range"),
+            (["--max-num-seqs", "100000000"], "'--max-num-seqs': 100000000 is not in the range 1<=x<=1024"),
             (["--api-key", "a b"], "API keys must be visible ASCII"),
             (["--cors-origin", "example.com"], "CORS origin"),
-            (["--drain-seconds", "-1"], "drain_seconds"),
-            (["--drain-seconds", "inf"], "drain_seconds"),
             (["--allowed-host", "http://a.example"], "allowed host"),
             (["--chat-template-kwargs", "[]"], "--chat-template-kwargs"),
             (["--chat-template-kwargs", '{"messages": 1}'], "found messages, which the server sets itself"),
@@ -182,6 +173,19 @@ class TestRefusals:
         assert done.exit_code == 2, done.output
         assert words in done.output
 
+    def test_more_than_this_target_or_machine_has_is_told_by_its_option(self, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from domino_deploy.runtime import engine, opening
+
+        def checked(bundle: Path, **choices: Any) -> Any:
+            opening.checked_bundle(bundle, choices["backend"], choices["provider"], choices["drafter"], choices["max_model_len"], 1)
+            pytest.fail("it was let through")
+
+        monkeypatch.setattr(engine.Engine, "open", staticmethod(checked))
+        done = invoke(tiny_bundle, "--port", 0, "--max-model-len", 100000)
+        assert done.exit_code == 2
+        assert "--max-model-len must lie in [1, " in done.stderr
+        assert "found 100000" in done.stderr
+
     def test_a_key_file_must_hold_keys(self, tiny_bundle: Path, tmp_path: Path) -> None:
         (tmp_path / "keys").write_text("\n \n")
         assert "found none" in invoke(tiny_bundle, "--api-key-file", tmp_path / "keys").output
@@ -189,80 +193,6 @@ class TestRefusals:
 
     def test_no_bundle_is_exit_code_4(self, tmp_path: Path) -> None:
         assert invoke(tmp_path).exit_code == 4
-
-
-class TestChoices:
-    """What the command makes of its flags, without serving."""
-
-    @pytest.fixture
-    def opened(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        from domino_deploy.runtime.engine import Engine
-        from domino_deploy.server import run
-
-        found: dict[str, Any] = {}
-        real = Engine.open.__func__  # type: ignore[attr-defined]
-
-        def open_engine(cls: type[Engine], bundle: Path, **choices: Any) -> Engine:
-            found.update(choices)
-            engine: Engine = real(cls, bundle, **choices)
-            return engine
-
-        def serve(app: Any, listening: Any, *, announce: Callable[[], None]) -> int:
-            found["server"] = app.state.server.settings
-            announce()
-            return 0
-
-        monkeypatch.setattr(Engine, "open", classmethod(open_engine))
-        monkeypatch.setattr(run, "run", serve)
-        return found
-
-    @pytest.fixture(autouse=True)
-    def logging_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
-
-    @pytest.mark.parametrize(
-        ("flags", "drafter", "count"),
-        [
-            ([], "bundle", None),
-            (["--no-speculation"], "none", None),
-            (["--num-speculative-tokens", "2"], "bundle", 2),
-            (["--speculative-config", '{"method": "domino", "num_speculative_tokens": 3}'], "bundle", 3),
-            (["--speculative-config", '{"method": "ngram"}'], "prompt-lookup", None),
-        ],
-    )
-    def test_speculation(self, tiny_bundle: Path, opened: dict[str, Any], flags: list[str], drafter: str, count: int | None) -> None:
-        done = invoke(tiny_bundle, "--port", 0, *flags)
-        assert done.exit_code == 0, done.output
-        assert (opened["drafter"], opened["settings"].num_speculative_tokens) == (drafter, count)
-
-    def test_no_drafted_tokens_are_plain_decoding_in_the_plan(self, tiny_bundle: Path, opened: dict[str, Any]) -> None:
-        for flags in (["--num-speculative-tokens", "0"], ["--no-speculation"]):
-            assert "proposals  none, plain decoding" in invoke(tiny_bundle, "--port", 0, *flags).stdout
-
-    def test_keys_come_from_flags_files_and_the_environment(self, tiny_bundle: Path, opened: dict[str, Any], tmp_path: Path) -> None:
-        (tmp_path / "keys").write_text("c\nd\n")
-        invoke(tiny_bundle, "--port", 0, "--api-key-file", tmp_path / "keys", DOMINO_DEPLOY_SERVE_API_KEY="a b")
-        assert opened["server"].api_keys == ("a", "b", "c", "d")
-
-    def test_allowed_hosts(self, tiny_bundle: Path, opened: dict[str, Any]) -> None:
-        done = invoke(tiny_bundle, "--port", 0, "--allowed-host", "a.example", "--allowed-host", "b.example")
-        assert done.exit_code == 0, done.output
-        assert opened["server"].allowed_hosts == ("a.example", "b.example")
-
-    def test_a_server_open_to_the_network_without_a_key_is_warned_of(self, tiny_bundle: Path, opened: dict[str, Any]) -> None:
-        done = invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0")
-        assert "Warning: 0.0.0.0 can be reached" in done.stderr
-        assert "Warning" not in invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0", "--api-key", "k").stderr
-
-    def test_more_memory_than_there_is_is_warned_of(
-        self, tiny_bundle: Path, opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("domino_deploy.cli.serve.free_memory", lambda: 1000)
-        assert "Warning: expected at least" in invoke(tiny_bundle, "--port", 0).stderr
-
-    def test_quiet_leaves_the_plan_out(self, tiny_bundle: Path, opened: dict[str, Any]) -> None:
-        done = CliRunner().invoke(main, ["-q", "serve", str(tiny_bundle), "--port", "0"])
-        assert [line.split(" ")[0] for line in done.stdout.splitlines()] == ["Serving"]
 
 
 def test_help_shows_the_options_in_groups() -> None:

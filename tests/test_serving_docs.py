@@ -92,11 +92,32 @@ def test_open_webuis_settings_lead_to_models_and_streams(tiny_server: Any) -> No
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
-def test_every_option_is_listed_and_no_other() -> None:
+def serve_options() -> set[str]:
     command = main.get_command(click.Context(main), "serve")
     assert command is not None
-    options = {name for parameter in command.params for name in parameter.opts if name.startswith("--")} - {"--help"}
-    assert set(re.findall(r"`(--[a-z-]+)`", section("Options"))) == options
+    return {name for parameter in command.params for name in parameter.opts if name.startswith("--")} - {"--help"}
+
+
+def test_every_option_is_listed_and_no_other() -> None:
+    assert set(re.findall(r"`(--[a-z-]+)`", section("Options"))) == serve_options()
+
+
+MIGRATION = re.findall(r"^\| ([^|]*`-[^|]*) \| ([^|]*) \|$", section("Coming from vLLM or llama-server"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), MIGRATION, ids=[theirs for theirs, _ in MIGRATION])
+def test_a_flag_of_another_server_leads_to_an_option_or_to_a_reason_why_there_is_none(theirs: str, ours: str) -> None:
+    named = set(re.findall(r"`(--[a-z-]+)`", ours))
+    assert named <= serve_options()
+    assert named or ours.startswith(("none: ", "BUNDLE"))
+    # A flag that is here by the same name is not said to be missing.
+    same = set(re.findall(r"`(--[a-z-]+)`", theirs)) & serve_options()
+    assert same <= named
+
+
+def test_both_servers_are_there() -> None:
+    listed = {flag for theirs, _ in MIGRATION for flag in re.findall(r"`(--?[a-z-]+)`", theirs)}
+    assert {"--max-num-seqs", "--speculative-config", "--root-path", "-np", "-md", "--slots", "--draft-max"} <= listed
 
 
 @pytest.mark.parametrize(("body", "title"), [(ChatBody, "chat only"), (CompletionBody, "completions only")], ids=["chat", "completions"])

@@ -11,9 +11,11 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
+from domino_deploy.bench import failures
 from domino_deploy.bench.event_stream import EventReader
 from domino_deploy.errors import MeasurementError, RequestError
 
@@ -29,7 +31,7 @@ class Answer:
 
     text_times: when each chunk with text arrived; several tokens may share a chunk.
     prompt_tokens, cached_tokens, completion_tokens: the server's usage, None where it gives none.
-    text: the answer, whole or as far as it came; error: why it failed, a few words in snake case, None if it did not.
+    text: the answer, whole or as far as it came; error: why it failed, a kind of `failures.py`, None if it did not.
     """
 
     started: float
@@ -85,6 +87,7 @@ class Client:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
             raise RequestError(f"Expected the address of a server, such as http://127.0.0.1:8000, found {url!r}. Correct --url.")
+        self._url = url
         self._is_secure, self._host = parts.scheme == "https", parts.hostname
         self._port = port or (443 if self._is_secure else 80)
         self._root = parts.path.rstrip("/").removesuffix("/v1")
@@ -98,17 +101,28 @@ class Client:
         Raises:
             MeasurementError: it cannot be asked, or lists none.
         """
+        expected = f"Expected a server at {self._url} that lists its models"
         try:
-            return str(json.loads(self._get("/v1/models"))["data"][0]["id"])
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-            message = f"Expected a list of models at /v1/models, found {type(error).__name__}: {error}."
-            raise MeasurementError(f"{message} Check that the server runs, its --url and --api-key, or name the --model.") from error
+            status, text = self._get("/v1/models")
+        except (OSError, http.client.HTTPException) as error:
+            kind = failures.kind_of(error)
+            raise MeasurementError(f"{expected}, found {failures.words(kind)}. {failures.advice(kind)}") from error
+        if status != HTTPStatus.OK:
+            kind = failures.kind_of_status(status)
+            raise MeasurementError(f"{expected}, found {failures.words(kind)} at /v1/models. {failures.advice(kind)}")
+        try:
+            return str(json.loads(text)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            found = f"found no such list at /v1/models, but {text[:80]!r}"
+            raise MeasurementError(f"{expected}, {found}. Correct --url, or name the --model.") from error
 
     def metrics(self) -> dict[str, float] | None:
         """Prometheus samples by name, all labels summed up; None from a server that gives none at /metrics."""
         try:
-            text = self._get("/metrics")
-        except (OSError, http.client.HTTPException, ValueError):
+            status, text = self._get("/metrics")
+        except (OSError, http.client.HTTPException):
+            return None
+        if status != HTTPStatus.OK:
             return None
         samples: dict[str, float] = {}
         for found in filter(None, map(_SAMPLE.match, text.splitlines())):
@@ -125,21 +139,17 @@ class Client:
             content = json.dumps(body).encode()
             connection.request("POST", self._root + path, content, {"Content-Type": "application/json", **self._headers})
             response = connection.getresponse()
-            if response.status != 200:
+            if response.status != HTTPStatus.OK:
                 response.read()
-                error = f"http_{response.status}"
+                error = failures.kind_of_status(response.status)
             elif response.headers.get_content_type() != "text/event-stream":
                 error = "no_event_stream"
             else:
                 while not stream.is_complete and (piece := response.read1(_PIECE_BYTES)):
                     stream.take(piece)
                 error = stream.error
-        except TimeoutError:
-            error = "timeout"
-        except (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
-            error = "broken_stream"
-        except (OSError, http.client.HTTPException):
-            error = "no_connection"
+        except (OSError, http.client.HTTPException) as failure:
+            error = failures.kind_of(failure)
         except (ValueError, TypeError, AttributeError):  # no JSON, or not the objects that OpenAI's clients read
             error = "bad_chunk"
         finally:
@@ -160,7 +170,8 @@ class Client:
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         return kind(self._host, self._port, timeout=self._timeout_seconds)
 
-    def _get(self, path: str) -> str:
+    def _get(self, path: str) -> tuple[int, str]:
+        """Status and text."""
         connection = self._connection()
         try:
             connection.request("GET", self._root + path, headers=self._headers)
@@ -168,9 +179,7 @@ class Client:
             content = response.read()
         finally:
             connection.close()
-        if response.status != 200:
-            raise ValueError(f"status {response.status}")
-        return content.decode("utf-8")
+        return response.status, content.decode("utf-8", "replace")
 
 
 class _Stream:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from domino_deploy.bench import failures
 from domino_deploy.bench.load import PERCENTILES, Level
 from domino_deploy.bench.machine import Machine
 from domino_deploy.bench.report import NOT_MEASURED, Cells, Table, number, percent, settings_note
 
 _THROUGHPUT_COLUMNS = ("concurrency", "requests", "failed", "output tok/s", "requests/s", "acceptance length", "acceptance rate")
+_FAILED_COLUMNS = ("concurrency", "requests", "kind", "found")
 _LATENCY_COLUMNS = ("concurrency", "TTFT ms", "TPOT ms per token", "ITL ms per chunk", "E2E ms")
 
 
@@ -36,13 +38,16 @@ class LoadReport:
         }
 
 
-def load_tables(levels: Sequence[Level]) -> tuple[Table, Table]:
-    """Throughput and latency, a row per level."""
+def load_tables(levels: Sequence[Level]) -> Iterator[Table]:
+    """Throughput and latency, a row per level; failed requests, if there are any, a row for each kind of each level."""
     shown = " / ".join(f"p{percentile}" for percentile in PERCENTILES)
-    return (
-        Table(title="Throughput", columns=_THROUGHPUT_COLUMNS, rows=tuple(map(_throughput, levels))),
-        Table(title=f"Latency ({shown})", columns=_LATENCY_COLUMNS, rows=tuple(map(_latency, levels))),
+    yield Table(title="Throughput", columns=_THROUGHPUT_COLUMNS, rows=tuple(map(_throughput, levels)))
+    yield Table(title=f"Latency ({shown})", columns=_LATENCY_COLUMNS, rows=tuple(map(_latency, levels)))
+    failed = tuple(
+        (str(level.concurrency), str(count), kind, failures.words(kind)) for level in levels for kind, count in level.errors.items()
     )
+    if failed:
+        yield Table(title="Failed requests", columns=_FAILED_COLUMNS, rows=failed)
 
 
 def load_footnotes(report: LoadReport) -> Iterator[str]:
@@ -56,7 +61,16 @@ def load_footnotes(report: LoadReport) -> Iterator[str]:
 
 def error_lines(levels: Sequence[Level]) -> list[str]:
     """A line for each kind of failed requests of each level."""
-    return [f"concurrency {level.concurrency}: {count} x {kind}" for level in levels for kind, count in level.errors.items()]
+    return [
+        f"concurrency {level.concurrency}: {count} x {kind}, {failures.words(kind)}"
+        for level in levels
+        for kind, count in level.errors.items()
+    ]
+
+
+def error_advice(levels: Sequence[Level]) -> str:
+    """What to do about them."""
+    return " ".join(dict.fromkeys(failures.advice(kind) for level in levels for kind in level.errors))
 
 
 def _figures(level: Level) -> dict[str, object]:

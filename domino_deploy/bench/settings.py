@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from domino_deploy.errors import RequestError, listed
+from domino_deploy.errors import OutOfRangeError
 from domino_deploy.runtime.requests import GenerationParams
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.runtime.session import Backend, DrafterChoice, Provider
@@ -45,15 +45,15 @@ class Settings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = {}
         if self.prompts_per_kind < 1:
-            problems.append(f"prompts_per_kind must be at least 1, found {self.prompts_per_kind}")
+            problems["prompts_per_kind"] = f"must be at least 1, found {self.prompts_per_kind}"
         if self.max_new_tokens < 2:
-            problems.append(f"max_new_tokens must be at least 2, since the first is the prefill's, found {self.max_new_tokens}")
+            problems["max_new_tokens"] = f"must be at least 2, since the first is the prefill's, found {self.max_new_tokens}"
         if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
-            problems.append(f"num_speculative_tokens must be at least 1, found {self.num_speculative_tokens}")
+            problems["num_speculative_tokens"] = f"must be at least 1, found {self.num_speculative_tokens}"
         if problems:
-            raise RequestError(listed(f"Benchmark: {len(problems)} value(s) out of range", problems, "Correct them and run again."))
+            raise OutOfRangeError(problems, "Correct them and run again.")
         SamplingParams(temperature=self.temperature, seed=self.seed)
 
     @property

@@ -1,7 +1,6 @@
 """The command `domino-deploy`: one file per command, loaded when it is called.
 
-Nothing heavy is imported here, so `--help` answers at once.  This is the only place where a DominoDeployError becomes
-a message and an exit code; an unexpected exception keeps its traceback.
+Nothing heavy is imported here, so `--help` answers at once.  How errors become messages and exit codes: `command.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 import click
 
 from domino_deploy import __version__
+from domino_deploy.cli.command import told_to_the_user
 from domino_deploy.cli.console import Verbosity
-from domino_deploy.errors import DominoDeployError
 
 # Command -> its line in `--help`, stated here so that listing the commands loads none of them.
 COMMANDS = {
@@ -39,14 +38,6 @@ _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
 
 
-class CommandFailure(click.ClickException):
-    """A DominoDeployError on its way to stderr, with the exit code it asks for."""
-
-    def __init__(self, error: DominoDeployError) -> None:
-        super().__init__(str(error))
-        self.exit_code = error.exit_code  # type: ignore[misc]  # click reads it from the instance, as its documentation says
-
-
 class LazyGroup(click.Group):
     """Imports `domino_deploy.cli.<command>` when that command is called."""
 
@@ -63,12 +54,14 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with told_to_the_user(ctx):
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _termination_unwinds():
+            with _termination_unwinds(), told_to_the_user(ctx):
                 return super().invoke(ctx)
-        except DominoDeployError as error:
-            raise CommandFailure(error) from error
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise

@@ -19,7 +19,10 @@ from domino_deploy.bench.settings import Settings
 from domino_deploy.bench.tasks import KINDS, PromptSet, select
 from domino_deploy.cli.backend_flags import backend_flags
 from domino_deploy.cli.bench_url import bench_url, check_flags, command_line, echo_report, url_flags
-from domino_deploy.cli.console import Verbosity, echo_json, progress
+from domino_deploy.cli.command import Command
+from domino_deploy.cli.console import Verbosity, echo_json
+from domino_deploy.cli.drafting import open_session
+from domino_deploy.cli.ranges import AT_LEAST_1, SEED, TEMPERATURE
 from domino_deploy.errors import CapacityError, VerificationError, listed
 from domino_deploy.precision import Dtype
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
@@ -30,7 +33,7 @@ _DEFAULT = Settings()
 _WARM_UP = "Count from one to twenty."
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path), required=False)
 @url_flags
 @click.option(
@@ -43,16 +46,16 @@ _WARM_UP = "Count from one to twenty."
     metavar="FILE",
     help='JSONL of your own with "prompt" or "turns"; its name is its kind.',
 )
-@click.option("--prompts-per-kind", type=int, default=_DEFAULT.prompts_per_kind, help="The first so many prompts of each kind.")
-@click.option("--max-new-tokens", "--max-tokens", type=int, default=_DEFAULT.max_new_tokens, help="Longest response, tokens.")
+@click.option("--prompts-per-kind", type=AT_LEAST_1, default=_DEFAULT.prompts_per_kind, help="The first so many prompts of each kind.")
+@click.option("--max-new-tokens", "--max-tokens", type=AT_LEAST_1, default=_DEFAULT.max_new_tokens, help="Longest response, tokens.")
 @click.option(
     "--num-speculative-tokens",
-    type=int,
+    type=AT_LEAST_1,
     default=_DEFAULT.num_speculative_tokens,
     help="Tokens drafted per cycle; by default the bundle's own number.",
 )
-@click.option("--temperature", type=float, default=_DEFAULT.temperature, help="0 is greedy.")
-@click.option("--seed", type=int, default=_DEFAULT.seed, help="Of the sampling, the same for every mode.")
+@click.option("--temperature", type=TEMPERATURE, default=_DEFAULT.temperature, help="0 is greedy.")
+@click.option("--seed", type=SEED, default=_DEFAULT.seed, help="Of the sampling, the same for every mode.")
 @click.option(
     "--drafter",
     type=click.Choice([DrafterChoice.BUNDLE.value, DrafterChoice.PROMPT_LOOKUP.value]),
@@ -64,11 +67,11 @@ _WARM_UP = "Count from one to twenty."
 @backend_flags
 @click.option(
     "--max-model-len",
-    type=int,
+    type=AT_LEAST_1,
     default=_DEFAULT.max_model_len,
     help=f"Longest prompt and answer together, tokens; by default the target's, but not above {DEFAULT_MAX_MODEL_LEN}.",
 )
-@click.option("--threads", type=int, default=_DEFAULT.threads, help="Threads per graph; by default one per physical core.")
+@click.option("--threads", type=AT_LEAST_1, default=_DEFAULT.threads, help="Threads per graph; by default one per physical core.")
 @click.option("--json", is_flag=True, help="Everything as one JSON object.")
 @click.option("--markdown", is_flag=True, help="Tables as the markdown of a README.")
 @click.pass_context
@@ -126,17 +129,8 @@ def bench(
     selection = select(kinds, prompts, settings.prompts_per_kind)
     for note in selection.left_out:
         click.echo(note, err=True)
-    with progress(ctx) as step:
-        step(f"Opening {bundle}")
-        session = Session.open(
-            bundle,
-            backend=settings.backend,
-            provider=settings.provider,
-            drafter=settings.drafter,
-            max_model_len=max_model_len,
-            threads=threads,
-        )
-    with session:
+    opening = {"backend": settings.backend, "provider": settings.provider, "max_model_len": max_model_len, "threads": threads}
+    with open_session(ctx, bundle, num_speculative_tokens, drafter=settings.drafter, **opening) as session:
         tokenised = _tokenised(session, selection.sets, settings)
         warm_up = session.prompt_ids(_WARM_UP, chat=not raw)
         with _bar(ctx, len(tokenised)) as on_prompt:

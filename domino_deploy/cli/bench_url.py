@@ -16,17 +16,21 @@ from domino_deploy.bench.machine import this_machine
 from domino_deploy.bench.report import Table, as_markdown
 from domino_deploy.bench.tasks import select
 from domino_deploy.cli.console import echo_json, echo_table, progress
+from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, POSITIVE
 from domino_deploy.errors import MeasurementError, listed
 
 _DEFAULT = LoadSettings()
 
 
 def whole_numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """Callback of an option that takes whole numbers, separated by commas."""
+    """Callback of an option that takes whole numbers from 1, separated by commas."""
     try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError as error:
-        raise click.BadParameter(f"Expected whole numbers separated by commas, such as 1,2,4, found {value!r}.") from error
+        numbers = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"Expected whole numbers of at least 1 separated by commas, such as 1,2,4, found {value!r:.80}.")
+    return numbers
 
 
 _URL_OPTIONS = (
@@ -38,13 +42,13 @@ _URL_OPTIONS = (
         default=",".join(map(str, _DEFAULT.concurrency)),
         help="With --url: requests in flight, a level each.",
     ),
-    click.option("--requests", type=int, default=_DEFAULT.requests, help="With --url: requests of each level."),
-    click.option("--warm-up", type=int, default=_DEFAULT.warm_up_requests, help="With --url: requests before the first level."),
+    click.option("--requests", type=AT_LEAST_1, default=_DEFAULT.requests, help="With --url: requests of each level."),
+    click.option("--warm-up", type=AT_LEAST_0, default=_DEFAULT.warm_up_requests, help="With --url: requests before the first level."),
     click.option("--model", help="With --url: the model to ask for; by default the first that the server lists."),
     click.option("--api-key", envvar=["DOMINO_DEPLOY_BENCH_API_KEY", "OPENAI_API_KEY"], help="With --url: the server's key."),
     click.option("--plain", is_flag=True, help="With --url: ask a domino-deploy server to decode without speculation."),
     click.option(
-        "--timeout", type=float, default=_DEFAULT.timeout_seconds, help="With --url: longest wait for more of an answer, seconds."
+        "--timeout", type=POSITIVE, default=_DEFAULT.timeout_seconds, help="With --url: longest wait for more of an answer, seconds."
     ),
 )
 _ONLY_BY_URL = {"concurrency", "requests", "warm_up", "model", "api_key", "plain", "timeout"}
@@ -122,10 +126,11 @@ def bench_url(ctx: click.Context) -> None:
     if given["json"]:
         echo_json(made.to_dict())
     else:
-        echo_report(load_report.load_tables(levels), list(load_report.load_footnotes(made)), markdown=given["markdown"])
+        echo_report(list(load_report.load_tables(levels)), list(load_report.load_footnotes(made)), markdown=given["markdown"])
     errors = load_report.error_lines(levels)
     if errors and not any(level.succeeded for level in levels):
-        raise MeasurementError(listed("Expected answers, found that every request failed:", errors, "See the server's log."))
+        intro = f"Expected answers from {given['url']}, found that every request failed:"
+        raise MeasurementError(listed(intro, errors, load_report.error_advice(levels)))
     for line in errors:
         click.echo(f"Note: {line}", err=True)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from domino_deploy.bundle import Bundle, open_bundle
+from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import as_bytes, progress
 from domino_deploy.cli.extras import needs
 from domino_deploy.engines import EngineSet, Flavour
@@ -36,7 +37,7 @@ class ByteSize(click.ParamType[int]):
         return int(found[1]) * _UNITS[found[2]]
 
 
-@click.command("build-engine")
+@click.command("build-engine", cls=Command)
 @click.argument("path", metavar="BUNDLE", type=click.Path(path_type=Path))
 @click.option("--fp16", is_flag=True, help="Compute in float16; a bundle of another type is converted.  [default: the bundle's own type]")
 @click.option("--bf16", is_flag=True, help="Compute in bfloat16.")

@@ -16,25 +16,24 @@ from typing import Any
 
 import click
 
-from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.cli.closing_line import closing_line
-from domino_deploy.cli.console import as_utf8, from_utf8, progress
-from domino_deploy.errors import CapacityError, DominoDeployError, RequestError
+from domino_deploy.cli.console import as_utf8, check_prompt, from_utf8, progress
+from domino_deploy.cli.drafting import check_count, check_count_for
+from domino_deploy.errors import DominoDeployError, RequestError
 from domino_deploy.runtime.engine import Engine, EngineSettings
-from domino_deploy.runtime.prompt_lookup import MAX_PROPOSALS
 from domino_deploy.runtime.protocols import Step
 from domino_deploy.runtime.requests import ERROR, LENGTH, GenerationParams, Output, Request, RequestStatistics
-from domino_deploy.runtime.session import DrafterChoice
 
 PROMPT = "> "
-HELP = """\
-/help                  this list
-/reset                 forget the conversation
-/system TEXT           the system message from now on; without TEXT, none
-/speculation on|off    draft tokens, or decode plainly
-/stats                 what the last answer and the whole conversation took
-/exit                  end (or Ctrl-D)
-Ctrl-C stops a running answer. A message that begins with / needs a space before it."""
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget the conversation",
+    "/system TEXT": "the system message from now on; without TEXT, none",
+    "/speculation on|off": "draft tokens, or decode plainly",
+    "/stats": "what the last answer and the whole conversation took",
+    "/exit": "end, as /quit, /bye, /q and Ctrl-D do",
+}
+_ENDS = ("/exit", "/quit", "/bye", "/q")
 
 # Part of the model length that old turns are dropped for, so that an answer has room; less if less is asked for.
 _ANSWER_SHARE = 0.25
@@ -56,26 +55,14 @@ def hold_chat(ctx: click.Context, bundle: Path, opening: Mapping[str, Any], para
     if sys.stdin is None:  # closed by whoever started this process
         raise click.UsageError("Expected messages on standard input, found it closed. Pipe them in, or run this on a terminal.")
     wanted = params.num_speculative_tokens
-    if wanted is not None:  # before anything is loaded
-        _check_count(wanted, most=_most_proposals(open_bundle(bundle), opening["drafter"]))
+    check_count_for(bundle, opening["drafter"], wanted)
     settings = EngineSettings(max_sequences=1, num_speculative_tokens=wanted)
     with progress(ctx) as step:
         step(f"Opening {bundle}")
         engine = Engine.open(bundle, settings=settings, **opening)
     with engine:
-        _check_count(wanted or 0, most=engine.max_speculative_tokens)  # engines may be built for fewer
+        check_count(wanted, most=engine.max_speculative_tokens)  # engines may be built for fewer
         _Chat(engine, params, system).run()
-
-
-def _most_proposals(bundle: Bundle, choice: DrafterChoice) -> int:
-    if choice is DrafterChoice.NONE:
-        return 0
-    return MAX_PROPOSALS if choice is DrafterChoice.PROMPT_LOOKUP else bundle.drafter.num_proposals
-
-
-def _check_count(wanted: int, *, most: int) -> None:
-    if wanted > most:
-        raise RequestError(f"Expected num_speculative_tokens of at most {most} for this drafter, found {wanted}. Ask for fewer.")
 
 
 @dataclass(kw_only=True)
@@ -148,10 +135,11 @@ class _Chat:
         """Whether the conversation goes on."""
         command, _, text = line.partition(" ")
         text = text.strip()
-        if command == "/exit":
+        if command in _ENDS:
             return False
         if command == "/help":
-            _note(HELP)
+            _note("\n".join(f"{usage:<23}{what}" for usage, what in COMMANDS.items()))
+            _note("Ctrl-C stops a running answer. A message that begins with / needs a space before it.")
         elif command == "/reset":
             self._turns.clear()
             _note("The conversation is forgotten.")
@@ -164,7 +152,8 @@ class _Chat:
             self._show_stats()
         else:
             raise RequestError(
-                f"Expected a command, found {line!r:.60}. /help lists them; a message that begins with / needs a space before it."
+                f"Expected a command, found {line!r:.60}. There are {', '.join(COMMANDS)}; "
+                "a message that begins with / needs a space before it."
             )
         return True
 
@@ -228,11 +217,7 @@ class _Chat:
             if len(prompt_ids) + room <= most or dropped == len(self._turns):
                 break
             dropped += 1
-        if len(prompt_ids) + 1 > most:
-            raise CapacityError(
-                f"Expected a message that fits the model length of {most} tokens with room for an answer, found {len(prompt_ids)} tokens. "
-                "Shorten it, or start with a larger --max-model-len."
-            )
+        check_prompt(len(prompt_ids), most=most - 1, model_len=most)
         if dropped:
             del self._turns[:dropped]
             _note(f"The conversation outgrew the model length of {most} tokens: its oldest {dropped} turn(s) are forgotten.")

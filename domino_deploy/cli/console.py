@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from domino_deploy.errors import RequestError
+from domino_deploy.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
     from domino_deploy.training.progress import Progress as Stage
@@ -143,6 +143,19 @@ def from_utf8(content: bytes, name: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"Expected text in UTF-8 from {name}, found {error.reason} at byte {error.start}. Convert the text.") from error
+
+
+def check_prompt(tokens: int, *, most: int, model_len: int) -> None:
+    """Hold a prompt's length against what the model length leaves for prompts.
+
+    Raises:
+        CapacityError: it is longer.
+    """
+    if tokens > most:
+        raise CapacityError(
+            f"Expected a prompt of at most {most} tokens, for the model length of {model_len} tokens, found {tokens} tokens. "
+            "Shorten it, or start with a larger --max-model-len."
+        )
 
 
 def template_variables(text: str | None) -> dict[str, Any]:

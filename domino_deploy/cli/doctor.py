@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 import click
 
+from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import as_bytes, echo_json, echo_table
 from domino_deploy.doctor import Diagnosis, Run, diagnose
 from domino_deploy.doctor_facts import Machine, collect
 from domino_deploy.known_bad import Severity
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--json", is_flag=True, help="Everything as one JSON object.")
 @click.pass_context
 def doctor(ctx: click.Context, *, json: bool) -> None:

@@ -8,6 +8,7 @@ import click
 
 from domino_deploy.bundle import Bundle
 from domino_deploy.checkpoint import open_drafter, open_target
+from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import as_bytes, progress
 from domino_deploy.cli.extras import needs
 from domino_deploy.precision import BLOCK_SIZES, Dtype, Precision
@@ -15,7 +16,7 @@ from domino_deploy.precision import BLOCK_SIZES, Dtype, Precision
 _DTYPES = [str(dtype) for dtype in Dtype]
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--ckpt", "--draft", required=True, metavar="DRAFTER", help="Drafter checkpoint: a folder or a hub id.")
 @click.option("--target", required=True, metavar="TARGET", help="Target checkpoint: a folder or a hub id.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Bundle folder to make.")

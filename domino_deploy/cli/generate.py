@@ -11,7 +11,10 @@ import click
 
 from domino_deploy.cli.backend_flags import backend_flags
 from domino_deploy.cli.closing_line import closing_line
-from domino_deploy.cli.console import as_utf8, from_utf8, progress
+from domino_deploy.cli.command import Command
+from domino_deploy.cli.console import as_utf8, check_prompt, from_utf8
+from domino_deploy.cli.drafting import open_session
+from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, MIN_P, SEED, TEMPERATURE, TOP_P
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.protocols import Step
 from domino_deploy.runtime.session import (
@@ -21,33 +24,32 @@ from domino_deploy.runtime.session import (
     GenerationParams,
     Provider,
     SamplingParams,
-    Session,
 )
 
 _SAMPLING = SamplingParams()
 _GENERATION = GenerationParams()
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--prompt", help="The prompt; without it, standard input is read.")
 @click.option("--chat", is_flag=True, help="A conversation: every line of standard input is a message; /help lists commands.")
 @click.option("--raw", is_flag=True, help="Take the prompt as it is, without the chat template.")
 @click.option("--system", help="System message for the chat template.")
-@click.option("--max-new-tokens", type=int, default=_GENERATION.max_new_tokens, help="Longest answer, tokens.")
-@click.option("--temperature", type=float, default=_SAMPLING.temperature, help="0 is greedy.")
-@click.option("--top-k", type=int, default=_SAMPLING.top_k, help="Keep this many of the likeliest tokens; 0 keeps all.")
+@click.option("--max-new-tokens", type=AT_LEAST_1, default=_GENERATION.max_new_tokens, help="Longest answer, tokens.")
+@click.option("--temperature", type=TEMPERATURE, default=_SAMPLING.temperature, help="0 is greedy.")
+@click.option("--top-k", type=AT_LEAST_0, default=_SAMPLING.top_k, help="Keep this many of the likeliest tokens; 0 keeps all.")
 @click.option(
-    "--top-p", type=float, default=_SAMPLING.top_p, help="Keep the likeliest tokens that together reach this probability; 1 keeps all."
+    "--top-p", type=TOP_P, default=_SAMPLING.top_p, help="Keep the likeliest tokens that together reach this probability; 1 keeps all."
 )
 @click.option(
-    "--min-p", type=float, default=_SAMPLING.min_p, help="Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."
+    "--min-p", type=MIN_P, default=_SAMPLING.min_p, help="Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."
 )
-@click.option("--seed", type=int, default=_SAMPLING.seed, help="Makes sampling repeatable.")
+@click.option("--seed", type=SEED, default=_SAMPLING.seed, help="Makes sampling repeatable.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
 @click.option(
     "--num-speculative-tokens",
-    type=int,
+    type=AT_LEAST_0,
     default=_GENERATION.num_speculative_tokens,
     help="Tokens drafted per cycle; by default the bundle's own number.",
 )
@@ -61,10 +63,10 @@ _GENERATION = GenerationParams()
 @backend_flags
 @click.option(
     "--max-model-len",
-    type=int,
+    type=AT_LEAST_1,
     help=f"Longest prompt and answer together, tokens; by default the target's, but not above {DEFAULT_MAX_MODEL_LEN}.",
 )
-@click.option("--threads", type=int, help="Threads per graph; by default one per physical core.")
+@click.option("--threads", type=AT_LEAST_1, help="Threads per graph; by default one per physical core.")
 @click.pass_context
 def generate(
     ctx: click.Context,
@@ -102,6 +104,8 @@ def generate(
     if no_speculation and ctx.get_parameter_source("drafter") is not click.core.ParameterSource.DEFAULT:
         raise click.UsageError("Expected at most one of --drafter and --no-speculation, found both. Drop one.")
     # Values are checked before the bundle is opened: a wrong flag costs no loading time.
+    if not all(stop):
+        raise click.UsageError("Expected text for --stop to end before, found an empty one. Leave it out.")
     stop = tuple(as_utf8(text, "--stop") for text in stop)
     params = GenerationParams(
         sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
@@ -124,11 +128,10 @@ def generate(
         hold_chat(ctx, bundle, opening, params, system)
         return
     text = _prompt_text(prompt)
-    with progress(ctx) as step:
-        step(f"Opening {bundle}")
-        session = Session.open(bundle, **opening)
-    with session:
+    with open_session(ctx, bundle, num_speculative_tokens, **opening) as session:
         prompt_ids = session.prompt_ids(text, chat=not raw, system=system)
+        capacity = session.target.capacity
+        check_prompt(len(prompt_ids), most=capacity, model_len=capacity)
         steps: list[Step] = []
         started = prefilled = time.perf_counter()
         for chunk in session.generate(prompt_ids, params):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,22 +10,16 @@ from typing import Any
 
 import click
 
+from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import as_bytes, echo_json, echo_table
 from domino_deploy.cli.inspect_facts import Facts, describe
+from domino_deploy.cli.ranges import FiniteRange
 from domino_deploy.precision import Dtype
 
 _TABLES = ("graphs", "tensors", "files", "parts", "hard_links", "weights", "memory")
 
 
-class _Gigabytes(click.FloatRange):
-    """A range that NaN is not in: click compares, and NaN is neither below nor above."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        return self.fail(f"{value!r:.40} is no number.", param, ctx) if math.isnan(number) else number
-
-
-@click.command()
+@click.command(cls=Command)
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--target", metavar="TARGET", help="For a drafter checkpoint: its target; tells whether they belong together.")
 @click.option("--draft", metavar="DRAFTER", help="For a target checkpoint: a drafter; likewise.")
@@ -44,7 +37,7 @@ class _Gigabytes(click.FloatRange):
 )
 @click.option(
     "--memory",
-    type=_Gigabytes(min=0, min_open=True, max=1e9),
+    type=FiniteRange(min=0, min_open=True, max=1e9),
     metavar="GB",
     help="Memory plan: also the largest batch and the longest context that fit.",
 )

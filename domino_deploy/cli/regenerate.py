@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from domino_deploy.cli.answer_flags import answer_flags
+from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import Verbosity, as_bytes, echo_json, progress_bar, template_variables
 from domino_deploy.cli.extras import needs
+from domino_deploy.cli.ranges import AT_LEAST_0, MIN_P, SEED, TEMPERATURE, TOP_P
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.training.answer_options import Answering
@@ -25,7 +27,7 @@ _SAMPLING = _DEFAULT.sampling
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
 
 
-@click.command()
+@click.command(cls=Command)
 @answer_flags
 @click.option(
     "--prompts",
@@ -42,11 +44,11 @@ _PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="WORK", help="Folder of the samples.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default=_DEFAULT.dtype, help="Of the target's weights and products.")
-@click.option("--temperature", type=float, default=_SAMPLING.temperature, help="0 is greedy.")
-@click.option("--top-k", type=int, default=_SAMPLING.top_k, help="Keep this many of the likeliest tokens; 0 keeps all.")
-@click.option("--top-p", type=float, default=_SAMPLING.top_p, help="Keep the likeliest tokens that together reach this probability.")
-@click.option("--min-p", type=float, default=_SAMPLING.min_p, help="Keep tokens at least this fraction as likely as the likeliest.")
-@click.option("--seed", type=int, default=_SAMPLING.seed, help="Of the sampling.")
+@click.option("--temperature", type=TEMPERATURE, default=_SAMPLING.temperature, help="0 is greedy.")
+@click.option("--top-k", type=AT_LEAST_0, default=_SAMPLING.top_k, help="Keep this many of the likeliest tokens; 0 keeps all.")
+@click.option("--top-p", type=TOP_P, default=_SAMPLING.top_p, help="Keep the likeliest tokens that together reach this probability.")
+@click.option("--min-p", type=MIN_P, default=_SAMPLING.min_p, help="Keep tokens at least this fraction as likely as the likeliest.")
+@click.option("--seed", type=SEED, default=_SAMPLING.seed, help="Of the sampling.")
 @click.option("--part", metavar="I/N", help="Answer every N-th prompt, I from 0 to N-1.  [default: all; under torchrun the rank's share]")
 @click.option("--features/--no-features", default=True, help="Keep the features that training reads; without, training computes them.")
 @click.option("--num-taps", type=click.IntRange(min=1), default=_DEFAULT.num_taps, help="Target layers whose features are kept.")

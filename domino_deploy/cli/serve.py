@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.cli.console import Verbosity, as_bytes, from_utf8, json_flag, progress, template_variables
+from domino_deploy.cli.drafting import most_proposals
 from domino_deploy.cli.extras import needs
 from domino_deploy.cli.inspect_facts import bundle_parts
 from domino_deploy.cli.serve_flags import GroupedCommand, serve_flags
@@ -21,11 +22,13 @@ from domino_deploy.memory_plan import Pair, plan_memory
 from domino_deploy.resources import free_memory
 from domino_deploy.runtime.engine import Engine
 from domino_deploy.runtime.engine_settings import EngineSettings
+from domino_deploy.runtime.opening import serves_together
 from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, Backend, DrafterChoice, Provider
 from domino_deploy.server.logs import LogFormat, logging_config
 from domino_deploy.server.settings import ServerSettings, StatisticsLevel
 
 _NGRAM = "ngram"  # vLLM's word for prompt lookup
+_SOURCES = {DrafterChoice.BUNDLE: "the drafter", DrafterChoice.PROMPT_LOOKUP: "prompt lookup", DrafterChoice.NONE: "plain decoding"}
 
 
 @click.command(cls=GroupedCommand)
@@ -46,8 +49,9 @@ def serve(ctx: click.Context, *, bundle: Path, **flags: Any) -> None:
     settings = _server_settings(flags)
     opened = open_bundle(bundle)
     drafter, num_speculative_tokens = _speculation(ctx, flags, opened)
+    backend, provider = Backend(flags["backend"]), Provider(flags["provider"])
     engine_settings = EngineSettings(
-        max_sequences=_sequences(ctx, flags),
+        max_sequences=flags["max_num_seqs"] if serves_together(backend, provider) else 1,
         max_queued=flags["max_queue"],
         prefill_rows=flags["prefill_rows"],
         num_speculative_tokens=num_speculative_tokens,
@@ -58,20 +62,25 @@ def serve(ctx: click.Context, *, bundle: Path, **flags: Any) -> None:
     url = base_url(listening, settings.host)
     if ctx.obj is not Verbosity.QUIET:
         _show_plan(opened, flags, settings, engine_settings, drafter)
+        if ctx.get_parameter_source("max_num_seqs") is not ParameterSource.DEFAULT:
+            _note_cut("--max-num-seqs", flags["max_num_seqs"], engine_settings.max_sequences, f"{_runs_on(flags)} serves")
     metrics = Metrics(settings.served_model_names[0] if settings.served_model_names else opened.path.resolve().name)
     with listening:
         with progress(ctx) as step:
             step(f"Opening {bundle}")
             engine = Engine.open(
                 bundle,
-                backend=Backend(flags["backend"]),
-                provider=Provider(flags["provider"]),
+                backend=backend,
+                provider=provider,
                 drafter=drafter,
                 max_model_len=flags["max_model_len"],
                 threads=flags["threads"],
                 settings=engine_settings,
                 observer=metrics,
             )
+        if ctx.obj is not Verbosity.QUIET:
+            flag = "--num-speculative-tokens" if flags["speculative_config"] is None else "--speculative-config's number of tokens"
+            _note_cut(flag, num_speculative_tokens, engine.max_speculative_tokens, f"{_SOURCES[drafter]} drafts")
         metrics.watch(engine, provider=flags["provider"] if flags["backend"] == Backend.ORT else flags["backend"], drafter=drafter)
         app = create_app(engine, settings, metrics)
         names = ", ".join(app.state.server.model_names)
@@ -95,12 +104,6 @@ def _server_settings(flags: Mapping[str, Any]) -> ServerSettings:
         has_page=not flags["no_page"],
         logs_prompts=flags["log_prompts"],
     )
-
-
-def _sequences(ctx: click.Context, flags: Mapping[str, Any]) -> int:
-    """As asked for; by default one where the backend has no more."""
-    is_default = ctx.get_parameter_source("max_num_seqs") is ParameterSource.DEFAULT
-    return 1 if is_default and flags["backend"] != Backend.ORT else flags["max_num_seqs"]
 
 
 def _keys_in(file: Path | None) -> list[str]:
@@ -158,8 +161,8 @@ def _show_plan(bundle: Bundle, flags: Mapping[str, Any], settings: ServerSetting
         "bundle": f"{bundle.path}, {bundle.precision.name}",
         "target": bundle.manifest.sources["target"].source,
         "proposals": _proposals(bundle, engine, drafter),
-        "runs on": f"{flags['backend']}, {flags['provider']}" if flags["backend"] == Backend.ORT else flags["backend"],
-        "slots": f"{engine.max_sequences} sequences of up to {context} tokens; {engine.max_queued} more may wait",
+        "runs on": _runs_on(flags),
+        "slots": _slots(flags, engine, context),
         "memory": f"{as_bytes(plan.total)} once all slots are full: weights {as_bytes(weights)}, caches {as_bytes(caches)}",
         "access": f"{len(settings.api_keys)} API key(s)" if settings.api_keys else "no API key needed",
     }
@@ -181,12 +184,31 @@ def _show_plan(bundle: Bundle, flags: Mapping[str, Any], settings: ServerSetting
         )
 
 
+def _note_cut(flag: str, asked: int | None, most: int, whose: str) -> None:
+    """Say that an upper limit is above what there is."""
+    if asked is not None and asked > most:
+        click.echo(f"Note: {whose} {most} at most; {flag} {asked} is the same as {most}.", err=True)
+
+
+def _runs_on(flags: Mapping[str, Any]) -> str:
+    return f"{flags['backend']}, {flags['provider']}" if flags["backend"] == Backend.ORT else flags["backend"]
+
+
+def _slots(flags: Mapping[str, Any], engine: EngineSettings, context: int) -> str:
+    """Requests that run at a time, and those that wait."""
+    length = f"of up to {context} tokens"
+    if not serves_together(Backend(flags["backend"]), Provider(flags["provider"])):
+        return f"one request at a time {length}, all that {_runs_on(flags)} serves; {engine.max_queued} more may wait for their turn"
+    return f"{engine.max_sequences} sequence{'s' * (engine.max_sequences > 1)} {length}; {engine.max_queued} more may wait"
+
+
 def _proposals(bundle: Bundle, engine: EngineSettings, drafter: DrafterChoice) -> str:
     """Where drafted tokens come from, how many there are at most, and when."""
-    most = bundle.manifest.num_speculative_tokens if engine.num_speculative_tokens is None else engine.num_speculative_tokens
-    if drafter is DrafterChoice.NONE or most == 0:
+    asked = bundle.manifest.num_speculative_tokens if engine.num_speculative_tokens is None else engine.num_speculative_tokens
+    most = min(asked, most_proposals(bundle, drafter))
+    if most == 0:
         return "none, plain decoding"
-    source = "prompt lookup"
+    source = _SOURCES[drafter]
     if drafter is DrafterChoice.BUNDLE:
-        source = f"the drafter {bundle.manifest.sources['drafter'].source} ({bundle.drafter.kind})"
+        source += f" {bundle.manifest.sources['drafter'].source} ({bundle.drafter.kind})"
     return f"{source}, up to {most} per cycle, {'by what pays' if engine.adaptive else 'always'}"

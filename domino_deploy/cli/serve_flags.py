@@ -9,10 +9,12 @@ from typing import Any
 import click
 
 from domino_deploy.cli.backend_flags import backend_flags
-from domino_deploy.runtime.engine_settings import EngineSettings
+from domino_deploy.cli.command import Command
+from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, FiniteRange
+from domino_deploy.runtime.engine_settings import MAX_SEQUENCES, EngineSettings
 from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, DrafterChoice
 from domino_deploy.server.logs import LogFormat
-from domino_deploy.server.settings import ServerSettings, StatisticsLevel
+from domino_deploy.server.settings import LEAST_SIZE_BYTES, LONGEST_DRAIN_SECONDS, MAX_PORT, ServerSettings, StatisticsLevel
 
 _ENGINE = EngineSettings()
 _SERVER = ServerSettings()
@@ -22,7 +24,7 @@ _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
     "Address and access": (
         click.option("--host", default=_SERVER.host, help="Address to listen on; 0.0.0.0 for all of this machine."),
-        click.option("--port", type=int, default=_SERVER.port, help="Port to listen on; 0 for any free one."),
+        click.option("--port", type=click.IntRange(0, MAX_PORT), default=_SERVER.port, help="Port to listen on; 0 for any free one."),
         click.option(
             "--api-key",
             multiple=True,
@@ -49,20 +51,22 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
         backend_flags,
         click.option(
             "--max-model-len",
-            type=int,
+            type=AT_LEAST_1,
             help=f"Longest prompt and answer together, tokens; by default the target's, but not above {DEFAULT_MAX_MODEL_LEN}.",
         ),
         click.option(
             "--max-num-seqs",
-            type=int,
+            type=click.IntRange(1, MAX_SEQUENCES),
             default=_ENGINE.max_sequences,
-            help="Sequences decoded together; 1 with the backends tensorrt and eager.",
+            help="Sequences decoded together by ort on the CPU; any other backend or provider serves one request at a time.",
         ),
-        click.option("--max-queue", type=int, default=_ENGINE.max_queued, help="Requests that may wait; more are answered with 429."),
         click.option(
-            "--prefill-rows", type=int, default=_ENGINE.prefill_rows, help="Most prompt tokens run between two cycles of the others."
+            "--max-queue", type=AT_LEAST_0, default=_ENGINE.max_queued, help="Requests that may wait; more are answered with 429."
         ),
-        click.option("--threads", type=int, help="Threads per graph; by default one per physical core."),
+        click.option(
+            "--prefill-rows", type=AT_LEAST_1, default=_ENGINE.prefill_rows, help="Most prompt tokens run between two cycles of the others."
+        ),
+        click.option("--threads", type=AT_LEAST_1, help="Threads per graph; by default one per physical core."),
     ),
     "Speculation": (
         click.option(
@@ -74,7 +78,7 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
         click.option("--no-speculation", is_flag=True, help="Plain decoding: the same as --drafter none."),
         click.option(
             "--num-speculative-tokens",
-            type=int,
+            type=AT_LEAST_0,
             default=_ENGINE.num_speculative_tokens,
             help="Most tokens drafted per cycle; by default the bundle's own number.",
         ),
@@ -94,12 +98,15 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
     "Requests": (
         click.option(
             "--request-timeout",
-            type=float,
+            type=FiniteRange(min=0),
             default=_SERVER.request_timeout_seconds,
             help="Seconds from a request's arrival to its last token; 0 for no limit.",
         ),
         click.option(
-            "--max-body-bytes", type=int, default=_SERVER.max_body_bytes, help="Longest request body; longer ones are answered with 413."
+            "--max-body-bytes",
+            type=click.IntRange(min=LEAST_SIZE_BYTES),
+            default=_SERVER.max_body_bytes,
+            help="Longest request body; longer ones are answered with 413.",
         ),
         click.option(
             "--chat-template-kwargs",
@@ -108,7 +115,7 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
         ),
         click.option(
             "--drain-seconds",
-            type=float,
+            type=FiniteRange(0, LONGEST_DRAIN_SECONDS),
             default=_SERVER.drain_seconds,
             help="After SIGTERM or Ctrl-C: how long running requests may go on.",
         ),
@@ -127,7 +134,7 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
 }
 
 
-class GroupedCommand(click.Command):
+class GroupedCommand(Command):
     """A command whose help shows its options in the groups above."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

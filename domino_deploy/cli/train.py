@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import click
 
 from domino_deploy.cli.answer_flags import answer_flags
+from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import echo_json, progress_bar, template_variables
 from domino_deploy.cli.extras import needs
 from domino_deploy.errors import RequestError, TrainingError
@@ -74,7 +75,7 @@ def _recipe_options(command: click.Command) -> click.Command:
     return command
 
 
-@click.command()
+@click.command(cls=Command)
 @answer_flags
 @click.option(
     "--prompts",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import echo_json, echo_table, progress
 from domino_deploy.cli.extras import needs
 from domino_deploy.errors import RequestError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("graph", "output", "case", "largest error", "mean error", "of scale", "cosine", "tokens agree", "bound", "")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
     "--atol",

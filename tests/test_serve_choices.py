@@ -1,0 +1,149 @@
+"""What `domino-deploy serve` makes of its flags, and what it says of them at the start, without serving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from domino_deploy.cli import main
+from tests.support.serve_command import invoke
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    from domino_deploy.runtime.engine import Engine
+    from domino_deploy.server import run
+
+    found: dict[str, Any] = {}
+    real = Engine.open.__func__  # type: ignore[attr-defined]
+
+    def open_engine(cls: type[Engine], bundle: Path, **choices: Any) -> Engine:
+        found.update(choices)
+        engine: Engine = real(cls, bundle, **choices)
+        return engine
+
+    def serve(app: Any, listening: Any, *, announce: Callable[[], None]) -> int:
+        found["server"] = app.state.server.settings
+        announce()
+        return 0
+
+    monkeypatch.setattr(Engine, "open", classmethod(open_engine))
+    monkeypatch.setattr(run, "run", serve)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def logging_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafter", "count"),
+    [
+        ([], "bundle", None),
+        (["--no-speculation"], "none", None),
+        (["--num-speculative-tokens", "2"], "bundle", 2),
+        (["--speculative-config", '{"method": "domino", "num_speculative_tokens": 3}'], "bundle", 3),
+        (["--speculative-config", '{"method": "ngram"}'], "prompt-lookup", None),
+    ],
+)
+def test_speculation(tiny_bundle: Path, opened: dict[str, Any], flags: list[str], drafter: str, count: int | None) -> None:
+    done = invoke(tiny_bundle, "--port", 0, *flags)
+    assert done.exit_code == 0, done.output
+    assert (opened["drafter"], opened["settings"].num_speculative_tokens) == (drafter, count)
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (["--num-speculative-tokens", "40"], "the drafter drafts 6 at most; --num-speculative-tokens 40 is the same as 6."),
+        (["--num-speculative-tokens", "6"], None),
+        (["--num-speculative-tokens", "3", "--no-speculation"], "plain decoding drafts 0 at most"),
+        (["--speculative-config", '{"num_speculative_tokens": 40}'], "--speculative-config's number of tokens 40 is the same as 6."),
+    ],
+)
+def test_an_upper_limit_above_what_there_is_is_said_in_one_line(
+    tiny_bundle: Path, opened: dict[str, Any], flags: list[str], note: str | None
+) -> None:
+    done = invoke(tiny_bundle, "--port", 0, *flags)
+    assert done.exit_code == 0, done.output
+    notes = [line for line in done.stderr.splitlines() if line.startswith("Note: ")]
+    assert len(notes) == (note is not None)
+    assert note is None or note in notes[0]
+    assert "40 per cycle" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "slots", "note"),
+    [
+        ([], "8 sequences of up to 512 tokens; 64 more may wait", None),
+        (["--max-num-seqs", "1"], "1 sequence of up to 512 tokens; 64 more may wait", None),
+        (
+            ["--backend", "eager"],
+            "one request at a time of up to 512 tokens, all that eager serves; 64 more may wait for their turn",
+            None,
+        ),
+        (
+            ["--backend", "eager", "--max-num-seqs", "4"],
+            "one request at a time",
+            "eager serves 1 at most; --max-num-seqs 4 is the same as 1.",
+        ),
+    ],
+)
+def test_the_plan_says_how_many_requests_run_together(
+    tiny_bundle: Path, opened: dict[str, Any], flags: list[str], slots: str, note: str | None
+) -> None:
+    done = invoke(tiny_bundle, "--port", 0, *flags)
+    assert done.exit_code == 0, done.output
+    assert slots in next(line for line in done.stdout.splitlines() if line.startswith("slots"))
+    assert (note or "") in done.stderr
+    assert ("Note" in done.stderr) == (note is not None)
+
+
+def test_a_provider_that_batches_nothing_gets_one_slot(tiny_bundle: Path, opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from domino_deploy.runtime.backends import ort
+    from domino_deploy.runtime.backends.ort_provider import Provider
+
+    real = ort.open_pair
+    monkeypatch.setattr(ort, "open_pair", lambda bundle, **asked: real(bundle, **(asked | {"provider": Provider.CPU})))
+    done = invoke(tiny_bundle, "--port", 0, "--provider", "cuda")
+    assert done.exit_code == 0, done.output
+    assert "all that ort, cuda serves" in done.stdout
+    assert opened["settings"].max_sequences == 1
+
+
+def test_no_drafted_tokens_are_plain_decoding_in_the_plan(tiny_bundle: Path, opened: dict[str, Any]) -> None:
+    for flags in (["--num-speculative-tokens", "0"], ["--no-speculation"]):
+        assert "proposals  none, plain decoding" in invoke(tiny_bundle, "--port", 0, *flags).stdout
+
+
+def test_keys_come_from_flags_files_and_the_environment(tiny_bundle: Path, opened: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("c\nd\n")
+    invoke(tiny_bundle, "--port", 0, "--api-key-file", tmp_path / "keys", DOMINO_DEPLOY_SERVE_API_KEY="a b")
+    assert opened["server"].api_keys == ("a", "b", "c", "d")
+
+
+def test_allowed_hosts(tiny_bundle: Path, opened: dict[str, Any]) -> None:
+    done = invoke(tiny_bundle, "--port", 0, "--allowed-host", "a.example", "--allowed-host", "b.example")
+    assert done.exit_code == 0, done.output
+    assert opened["server"].allowed_hosts == ("a.example", "b.example")
+
+
+def test_a_server_open_to_the_network_without_a_key_is_warned_of(tiny_bundle: Path, opened: dict[str, Any]) -> None:
+    done = invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0")
+    assert "Warning: 0.0.0.0 can be reached" in done.stderr
+    assert "Warning" not in invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0", "--api-key", "k").stderr
+
+
+def test_more_memory_than_there_is_is_warned_of(tiny_bundle: Path, opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("domino_deploy.cli.serve.free_memory", lambda: 1000)
+    assert "Warning: expected at least" in invoke(tiny_bundle, "--port", 0).stderr
+
+
+def test_quiet_leaves_the_plan_out(tiny_bundle: Path, opened: dict[str, Any]) -> None:
+    done = CliRunner().invoke(main, ["-q", "serve", str(tiny_bundle), "--port", "0"])
+    assert [line.split(" ")[0] for line in done.stdout.splitlines()] == ["Serving"]
