@@ -39,17 +39,17 @@ from domino_deploy.bench.tasks import OWN, select
 from domino_deploy.cli.bench_url import whole_numbers
 
 _COLUMNS = (
-    "concurrency", "plain tok/s", "tok/s", "ratio", "lowest to highest", "acceptance length", "drafted cycles", "plain TPOT ms", "TPOT ms",
-    "plain TTFT ms", "TTFT ms", "same texts",
+    "concurrency", "plain tok/s", "tok/s", "ratio", "lowest to highest", "plain over plain", "acceptance length", "drafted cycles",
+    "plain TPOT ms", "TPOT ms", "plain TTFT ms", "TTFT ms", "same texts",
 )  # fmt: skip
 _HEADING = """# Serving: throughput with and without speculation
 
 Clients that ask one `domino-deploy serve` process for one answer after the other; "plain" are the same requests with
 `"speculative": false`, in turns with the others. Tokens per second are those that the server generated in {seconds:g} seconds with all
 clients at work, medians over {rounds} rounds; the ratio is the median of the rounds' ratios, which lie between the lowest and the
-highest. TPOT per token and TTFT are medians of the answers that ended in these seconds. The engine chooses for every cycle how many
-tokens to draft, by measured costs and acceptance (`runtime/controller.py`). "Drafted cycles": of all parts that a sequence had in a cycle,
-those with drafts.
+highest. "Plain over plain" says how much of that is the machine's: the slowest and the fastest plain turn over their median. TPOT per
+token and TTFT are medians of the answers that ended in these seconds. The engine chooses for every cycle how many tokens to draft, by
+measured costs and acceptance (`runtime/controller.py`). "Drafted cycles": of all parts that a sequence had in a cycle, those with drafts.
 """
 _TOKENS = "vllm:generation_tokens_total"
 
@@ -245,6 +245,7 @@ def _row(turns: Sequence[Turn], concurrency: int) -> dict[str, Any]:
         "tokens_per_second": median(turn.rate for turn in ours),
         "ratio": median(ratios),
         "ratios": ratios,
+        "plain_rates": [turn.rate for turn in plain],
         "acceptance_length": 1 + accepted / drafts if drafts else None,
         "drafted_cycles": drafts / parts if parts > 0 else None,
         "plain_tpot_ms": _median(answer.token_ms for turn in plain for answer in turn.answers),
@@ -269,6 +270,7 @@ def markdown(facts: dict[str, Any]) -> str:
             *(number(row[name], 1) for name in ("plain_tokens_per_second", "tokens_per_second")),
             number(row["ratio"]),
             f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}",
+            " to ".join(f"{most(row['plain_rates']) / row['plain_tokens_per_second']:.2f}" for most in (min, max)),
             number(row["acceptance_length"]),
             "-" if row["drafted_cycles"] is None else f"{row['drafted_cycles']:.0%}",
             *(number(row[name], 1) for name in ("plain_tpot_ms", "tpot_ms", "plain_ttft_ms", "ttft_ms")),
