@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from domino_deploy.errors import CheckpointError, MissingDependencyError
+from domino_deploy.errors import CheckpointError, MissingDependencyError, one_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # tokenizer.json and chat_template.jinja belong to a target; nothing below the repository's root does.
@@ -70,7 +70,7 @@ def file_in(folder: Path, name: str) -> Path:
 def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> tuple[Path, str]:
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise MissingDependencyError(
             f"{hub_id} is no local folder, and fetching it from the hub needs huggingface_hub, which is not installed. "
@@ -80,8 +80,10 @@ def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> tup
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*patterns], ignore_patterns=[*_NOT_DOWNLOADED]))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
+        # "Not in the cache" is what came of a failed request, which is its cause.
+        reason = (error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None) or error
         raise CheckpointError(
-            f"{hub_id}: expected a folder here or a repository on the hub{at}, found no such folder, and the download failed: {error}. "
-            "Check the spelling, the revision and the network, or name a local folder."
+            f"{hub_id}: expected a folder here or a repository on the hub{at}, found no such folder, and a download that failed: "
+            f'"{one_line(str(reason) or type(reason).__name__)}". Check the spelling, the revision and the network, or name a local folder.'
         ) from error
     return folder, folder.name  # the hub cache names a snapshot by its commit

@@ -36,6 +36,7 @@ PACKAGES = (
     "click",
     "cuda-bindings",
     "gguf",
+    "h11",
     "huggingface-hub",
     "jinja2",
     "llguidance",

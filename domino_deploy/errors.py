@@ -122,3 +122,9 @@ def shortened(problems: Sequence[str], most: int) -> list[str]:
     """The first `most` problems, and how many more there are."""
     rest = len(problems) - most
     return [*problems[:most], f"and {rest} more"] if rest > 0 else list(problems)
+
+
+def one_line(text: str, most: int = 200) -> str:
+    """Someone else's words for a message of ours: one line, cut short, and what does not print as its escape."""
+    printable = "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in " ".join(text.split()))
+    return printable if len(printable) <= most else f"{printable[: most - 3]}..."

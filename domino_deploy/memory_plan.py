@@ -13,7 +13,7 @@ from typing import Any
 
 from domino_deploy.checkpoint_tensors import Shapes, expected_drafter_tensors, expected_target_tensors
 from domino_deploy.config import DecoderConfig, DrafterConfig, DrafterKind, TargetConfig
-from domino_deploy.errors import RequestError, listed
+from domino_deploy.errors import OutOfRangeError
 from domino_deploy.precision import Dtype, Precision
 from domino_deploy.runtime.decode import PREFILL_ROWS
 from domino_deploy.signature import GraphForm
@@ -108,13 +108,13 @@ def plan_memory(pair: Pair, weights: Mapping[str, int], *, batch: int = 1, conte
         context: tokens of the longest one, prompt and answer.
 
     Raises:
-        RequestError: less than one sequence or token, or more tokens than the models have positions for.
+        OutOfRangeError: less than one sequence or token, or more tokens than the models have positions for.
     """
-    problems = [f"{name} must be at least 1, found {value}" for name, value in (("batch", batch), ("context", context)) if value < 1]
+    problems = {name: f"must be at least 1, found {value}" for name, value in (("batch", batch), ("context", context)) if value < 1}
     if context > pair.longest_context:
-        problems.append(f"context must be at most {pair.longest_context}, the models' positions, found {context}")
+        problems["context"] = f"must be at most {pair.longest_context}, the models' positions, found {context}"
     if problems:
-        raise RequestError(listed("Memory cannot be planned", problems, "Correct these values."))
+        raise OutOfRangeError(problems, "Correct them and plan again.")
     target, drafter = pair.target, pair.drafter
     width = _bytes_of(pair.form)
     per_token, draft_per_token = _cache_per_token(target, width), 0 if drafter is None else _cache_per_token(drafter, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections import Counter
 from pathlib import Path
@@ -57,16 +58,29 @@ def strict_value(text: bytes) -> Any:
         ValueError: not UTF-8, not JSON, a key given twice, NaN or an infinity by name, or an integer of thousands of digits.
         RecursionError: nested too deeply.
     """
-    return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    if text.startswith(codecs.BOM_UTF8):
+        raise ValueError("a byte order mark in front of it")
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a byte that is not UTF-8, number {error.start}") from error
+    except (json.JSONDecodeError, _NotAllowed):
+        raise
+    except ValueError as error:  # Python's limit, in words for programmers
+        raise ValueError("an integer of thousands of digits") from error
+
+
+class _NotAllowed(ValueError):
+    """JSON for `json`, not for us."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = [repr(name)[:80] for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        raise ValueError(f"duplicate key(s) {', '.join(twice[:10])}")
+        raise _NotAllowed(f"duplicate key(s) {', '.join(twice[:10])}")
     return result
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"the number {name}, which JSON does not have")
+    raise _NotAllowed(f"the number {name}, which JSON does not have")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from domino_deploy.errors import BundleError, MissingDependencyError, RequestError
+from domino_deploy.errors import BundleError, MissingDependencyError, RequestError, one_line
 
 if TYPE_CHECKING:
     import jinja2
@@ -59,7 +59,8 @@ class ChatTemplate:
 
 
 def _reason(error: Exception) -> str:
-    return str(error).rstrip(".") or type(error).__name__
+    """What a template says, which may quote a whole message."""
+    return one_line(str(error).rstrip(".")) or type(error).__name__
 
 
 def _environment() -> jinja2.Environment:

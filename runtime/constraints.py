@@ -20,8 +20,9 @@ MAX_SOURCE_CHARACTERS = 64 * 1024
 # What llguidance says of a source may quote all of it.
 _MAX_QUOTED_CHARACTERS = 300
 _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "max_grammar_size": 100_000, "verbose_errors": False}
-# Between the tokens of JSON: enough for ten levels of indentation, and no way for a weak model to write nothing else.
-_JSON_WHITESPACE = r"[ \t\r\n]{1,40}"
+# Between the tokens of JSON: one blank, or one line break with up to sixteen levels of indentation.  Compact and indented JSON, and no
+# way for a weak model to write empty lines until its tokens are used up.
+_JSON_WHITESPACE = r" |\r?\n[ \t]{0,32}"
 
 OPEN_CALL = "<tool_call>"
 CLOSE_CALL = "</tool_call>"
@@ -187,6 +188,16 @@ def tool_calls(parameters: Mapping[str, Mapping[str, Any] | None], *, is_forced:
         # Lazy: the first opening tag ends the text, so that no tag stands in a text without a call behind it.
         rules += [f'opening[lazy]: TEXT "{OPEN_CALL}"', r"TEXT: /(.|\n)*/"]
     return Constraint(kind="lark", source="\n".join(rules))
+
+
+def choices(texts: Sequence[str]) -> Constraint:
+    """The grammar of an answer that is one of `texts`, at least one, letter by letter.
+
+    Raises:
+        RequestError: too much of them.
+    """
+    # As a terminal, which is one expression: llguidance follows 2000 alternatives of a rule at most.
+    return Constraint(kind="lark", source="start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, texts)))
 
 
 def _refused(kind: str, found: str) -> RequestError:

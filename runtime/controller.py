@@ -23,13 +23,17 @@ _OWN_PRIOR_WEIGHT = 8.0
 _COMMON_PRIOR_WEIGHT = 8.0
 # Before anything was seen: good enough that drafting is tried.
 _FIRST_CHANCE = 0.7
+# However long everything was accepted, or nothing: odds must be to be had.
+_LEAST_CHANCE = 1e-6
+# How far a sequence that was better than the others at one position, in odds, is expected to be so at the next: half way, by logarithms.
+_STAYS_BETTER = 0.5
 # Another width must promise this much more than the present one, so that noise does not change it every cycle.
 _BETTER_BY = 1.03
 # Drafting must promise so much more than plain decoding: of two ways that are as good, estimates choose the one that luck flattered.
 _WORTH = 1.08
 # Cycles that a drafter's catching up must pay for itself in; sequences come and go, and with them what was expected of them.
 _STRETCH_CYCLES = 16
-# A probe is so many cycles: enough samples for a cost's median.
+# A probe is so many cycles: one may be unlucky.
 _PROBE_CYCLES = 3
 # Time that probes may cost, as a share of all; it shrinks to a quarter while they keep finding nothing.
 _PROBE_SHARE = 0.006
@@ -78,8 +82,8 @@ class AcceptanceHistory:
         """
         tokens, survives, better = [1.0], 1.0, 1.0
         for position in range(self.usable(width)):
-            # Where it was not yet, it is expected between the others and where it stood among them one position earlier, in odds.
-            odds = better**0.5 * _odds(common[position])
+            # What is expected where it was not yet, or seldom.
+            odds = better**_STAYS_BETTER * _odds(common[position])
             chance = self._counts.chance(position, odds / (1 + odds), _OWN_PRIOR_WEIGHT)
             better = _odds(chance) / _odds(common[position])
             survives *= chance
@@ -115,7 +119,8 @@ class _Counts:
         """Accepted among reached, shrunken towards an expectation that counts as `weight` proposals."""
         if position >= len(self._reached):
             return expected
-        return (self._accepted[position] + weight * expected) / (self._reached[position] + weight)
+        chance = (self._accepted[position] + weight * expected) / (self._reached[position] + weight)
+        return min(max(chance, _LEAST_CHANCE), 1 - _LEAST_CHANCE)
 
 
 @dataclass
@@ -164,14 +169,14 @@ class SpeculationController:
         if self.adaptive and self.max_width:
             self._costs = calibrate(run, batches, self.max_width)
 
-    def width(self, histories: Sequence[AcceptanceHistory], *, plain_sequences: int = 0, joining: int = 0, waiting: int = 0) -> int:
+    def width(self, histories: Sequence[AcceptanceHistory], *, plain_sequences: int = 0, joining: int = 0, waiting_rows: int = 0) -> int:
         """Drafts per sequence in the coming cycle, 0 for plain decoding; `last_reason` says why.
 
         Args:
             histories: of the sequences that may speculate.
             plain_sequences: how many others are in the cycle.
             joining: requests whose prompts are run between the coming cycles; they wait for every one of them.
-            waiting: rows that the drafter has to take in first, if these sequences draft.
+            waiting_rows: rows that the drafter has to take in first, if these sequences draft.
         """
         most = max((history.usable(self.max_width) for history in histories), default=0)
         if most <= 0:
@@ -181,8 +186,9 @@ class SpeculationController:
             self.last_reason = Reason.FIXED
             return most
         batch = len(histories) + plain_sequences
-        catch_up = [0.0, *(self._costs.catch_up_ms(waiting, len(histories), width) for width in range(1, most + 1))]
-        costs = [self._costs.ms(batch, width) + catch_up[width] / _STRETCH_CYCLES for width in range(most + 1)]
+        catch_up = [0.0, *(self._costs.catch_up_ms(waiting_rows, len(histories), width) for width in range(1, most + 1))]
+        in_step = [self._costs.ms(batch, width) for width in range(most + 1)]
+        costs = [cycle_ms + first_ms / _STRETCH_CYCLES for cycle_ms, first_ms in zip(in_step, catch_up, strict=True)]
         tokens = self._expected_tokens(histories, most, plain_sequences)
         rates = [amount / cost for amount, cost in zip(tokens, costs, strict=True)]
         # A cycle that keeps others from joining costs what all of them together would commit in its time.
@@ -193,7 +199,7 @@ class SpeculationController:
             return width
         chosen = self._best([rates[0], *(rate / _WORTH for rate in rates[1:])])
         other = max(range(1, most + 1), key=rates.__getitem__) if chosen == 0 else 0
-        loss_ms = _PROBE_CYCLES * (costs[other] - tokens[other] / rates[chosen]) + catch_up[other]
+        loss_ms = _PROBE_CYCLES * (in_step[other] - tokens[other] / rates[chosen]) + catch_up[other]
         if self._goes_to_probe(other, loss_ms=loss_ms, rate=rates[chosen]):
             self.last_reason = Reason.SPECULATION_PROBE if other else Reason.PLAIN_PROBE
             return other
@@ -207,13 +213,10 @@ class SpeculationController:
 
     def observe(self, record: CycleRecord) -> None:
         """Take in a cycle that ran."""
-        milliseconds = spent_ms = record.terms_ms.total
+        spent_ms = in_step_ms = record.terms_ms.total
         if self._costs is not None:
             width = record.width if record.drafts else 0
-            if width and self._costs.catch_up_ms(record.waiting, record.drafts, width):
-                milliseconds = min(milliseconds, self._costs.ms(record.batch, width))  # what it says of the cycles behind it
-            else:
-                self._costs.add(record.batch, width, milliseconds)
+            in_step_ms = self._costs.add(record.batch, width, spent_ms, waiting_rows=record.waiting_rows, sequences=record.drafts)
         if record.drafts:
             self._common.fade()
             for position, (reached, accepted) in enumerate(zip(record.reached_per_position, record.accepted_per_position, strict=True)):
@@ -221,7 +224,7 @@ class SpeculationController:
         self._budget_ms += _PROBE_SHARE * spent_ms
         self._cycles_since_probe += 1
         if self._probe is not None and self._is_probe_cycle:
-            self._follow(self._probe, record.tokens, milliseconds)
+            self._follow(self._probe, record.tokens, in_step_ms)
         self._is_probe_cycle = False
 
     def _expected_tokens(self, histories: Sequence[AcceptanceHistory], most: int, plain_sequences: int) -> list[float]:

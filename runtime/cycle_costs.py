@@ -8,6 +8,7 @@ little of the other, but a change of speed learnt with one is believed of both.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from statistics import median
@@ -20,14 +21,15 @@ from domino_deploy.runtime.protocols import TermsMs
 _NOISE = 0.15
 _LEVEL_DRIFT = 0.03
 _FIRST_LEVEL = 0.3
-# What a calibration of a few cycles may be wrong by, as a whole and for one batch and width; long sequences change it slowly.
-_FIRST_ERROR = 0.1
-_ERROR_DRIFT = 0.003
+# What a calibration of a few cycles may be wrong by, as a whole and for one batch and width; it is forgotten within some 2000 cycles
+# that say nothing of it, as sequences of other lengths come.
+_ERROR = 0.1
+_ERROR_KEPT = 0.9995
 # A stalled cycle is no more of a surprise than so many standard deviations.
 _MOST_SURPRISE = 2.5
 _CALIBRATION_ROUNDS = 3
-# Plain cycles whose rows a drafter has to take in when it is measured what that costs.
-_CATCH_UP_CYCLES = 8
+# Cycles that had much to catch up on, behind the cost of a row that waits.
+_CATCH_UP_SAMPLES = 9
 _LEVEL, _DRAFTING, _FIRST_CELL = 0, 1, 2
 
 
@@ -36,51 +38,70 @@ class CycleCosts:
 
     Args:
         grid: calibrated milliseconds by batch and width, one at least.
-        waiting_row_ms: calibrated cost of a row that the drafter has to take in beside drafting.
     """
 
-    def __init__(self, grid: Mapping[int, Mapping[int, float]], *, waiting_row_ms: float = 0.0) -> None:
+    def __init__(self, grid: Mapping[int, Mapping[int, float]]) -> None:
         self._grid = grid
+        self._widths = sorted({width for costs in grid.values() for width in costs if width})
         self._interpolated: dict[tuple[int, int], float] = {}
-        self._cells: dict[tuple[int, int], int] = {}  # nearest calibrated batch, and width -> place in the state
-        self._state = np.zeros(_FIRST_CELL)
-        self._covariance = np.diag([_FIRST_LEVEL**2, _FIRST_ERROR**2])
-        self._waiting_row_ms = waiting_row_ms
+        cells = [(batch, width) for batch in grid for width in (0, *self._widths)]
+        self._cells = {cell: _FIRST_CELL + index for index, cell in enumerate(cells)}  # places in the state
+        size = _FIRST_CELL + len(cells)
+        self._state = np.zeros(size)
+        self._covariance = np.diag([_FIRST_LEVEL**2, *[_ERROR**2] * (size - 1)])
+        # Of a step from one cycle to the next: what is kept of each part, and the variance that comes to it.
+        self._kept = np.array([1.0, *[_ERROR_KEPT] * (size - 1)])
+        self._drift = np.array([_LEVEL_DRIFT**2, *[_ERROR**2 * (1 - _ERROR_KEPT**2)] * (size - 1)])
+        # Nothing until some cycles say otherwise: the first one may be a stalled one.
+        self._waiting_row_ms = deque([0.0, 0.0], maxlen=_CATCH_UP_SAMPLES)
 
     def ms(self, batch: int, width: int) -> float:
         """The expected cost of one cycle that finds the drafter in step."""
-        places = self._places(batch, width)
-        return self._calibrated(batch, width) * exp(float(self._state[places].sum()))
+        return self._calibrated(batch, width) * exp(float(self._state[self._parts(batch, width)].sum()))
 
-    def catch_up_ms(self, waiting: int, sequences: int, width: int) -> float:
-        """The expected cost of rows that wait for a drafter, beyond those that a cycle of `sequences` leaves to the next one."""
-        return max(0, waiting - sequences * (width + 1)) * self._waiting_row_ms * exp(float(self._state[_LEVEL]))
+    def catch_up_ms(self, waiting_rows: int, sequences: int, width: int) -> float:
+        """The expected cost of rows that wait for the drafter of so many sequences; 0 until it was seen some times."""
+        return _behind(waiting_rows, sequences, width) * max(0.0, median(self._waiting_row_ms))
 
-    def add(self, batch: int, width: int, measured_ms: float) -> None:
-        """Take in one cycle that found the drafter in step."""
+    def add(self, batch: int, width: int, measured_ms: float, *, waiting_rows: int = 0, sequences: int = 0) -> float:
+        """Take in one cycle.
+
+        Args:
+            waiting_rows, sequences: as for `catch_up_ms`.
+
+        Returns:
+            What it would have taken with the drafter in step: a cycle that caught up says nothing of the next ones.
+        """
         if measured_ms <= 0:
-            return  # a clock too coarse for this cycle
-        places, covariance = self._places(batch, width), self._covariance
-        drift = np.full(len(self._state), _ERROR_DRIFT**2)
-        drift[_LEVEL] = _LEVEL_DRIFT**2
-        covariance[np.diag_indices_from(covariance)] += drift
-        shared = covariance[:, places].sum(axis=1)
-        variance = float(shared[places].sum()) + _NOISE**2
-        most = _MOST_SURPRISE * variance**0.5
-        surprise = log(measured_ms / self.ms(batch, width))
-        self._state += shared / variance * min(max(surprise, -most), most)
-        covariance -= np.outer(shared, shared) / variance
+            return self.ms(batch, width)  # a clock too coarse for this cycle
+        behind = _behind(waiting_rows, sequences, width) if width else 0
+        if not behind:
+            self._filter(batch, width, measured_ms)
+            return measured_ms
+        expected_ms = self.ms(batch, width)
+        if behind >= sequences * (width + 1):  # of fewer, the cycle's own variation would say more than they do
+            self._waiting_row_ms.append((measured_ms - expected_ms) / behind)
+        return min(measured_ms, expected_ms)
 
-    def _places(self, batch: int, width: int) -> list[int]:
-        """Where the state holds what makes up this cost."""
-        cell = min(self._grid, key=lambda size: abs(log(size / batch))), width
-        if cell not in self._cells:
-            self._cells[cell] = len(self._state)
-            self._state = np.append(self._state, 0.0)
-            grown = np.zeros((len(self._state),) * 2)
-            grown[:-1, :-1], grown[-1, -1] = self._covariance, _FIRST_ERROR**2
-            self._covariance = grown
-        return [_LEVEL, _DRAFTING, self._cells[cell]] if width else [_LEVEL, self._cells[cell]]
+    def _filter(self, batch: int, width: int, measured_ms: float) -> None:
+        """The Kalman filter's step: the state drifts, then the cycle corrects it."""
+        surprise = log(measured_ms / self.ms(batch, width))
+        self._state *= self._kept
+        covariance = self._covariance * np.outer(self._kept, self._kept) + np.diag(self._drift)
+        shared = covariance[:, self._parts(batch, width)].sum(axis=1)
+        variance = float(shared[self._parts(batch, width)].sum()) + _NOISE**2
+        most = _MOST_SURPRISE * variance**0.5
+        self._state += shared / variance * min(max(surprise, -most), most)
+        self._covariance = covariance - np.outer(shared, shared) / variance
+
+    def _parts(self, batch: int, width: int) -> list[int]:
+        """Places in the state of what makes up this cost: that of the nearest calibrated batch and width stands for it."""
+        size = min(self._grid, key=lambda size: abs(log(size / batch)))
+        if not width:
+            return [_LEVEL, self._cells[size, 0]]
+        if not self._widths:
+            return [_LEVEL, _DRAFTING]
+        return [_LEVEL, _DRAFTING, self._cells[size, min(self._widths, key=lambda calibrated: abs(calibrated - width))]]
 
     def _calibrated(self, batch: int, width: int) -> float:
         if (batch, width) not in self._interpolated:
@@ -89,11 +110,16 @@ class CycleCosts:
         return self._interpolated[batch, width]
 
 
+def _behind(waiting_rows: int, sequences: int, width: int) -> int:
+    """Rows that wait beyond those that a cycle of that width leaves to the next one, whose cost is part of every cycle's."""
+    return max(0, waiting_rows - sequences * (width + 1))
+
+
 def calibrate(run: Callable[[int, int], TermsMs], batches: Sequence[int], max_width: int) -> CycleCosts:
-    """Measure plain cycles and some widths for each batch size, and what it costs when a drafter has fallen behind.
+    """Measure plain cycles and some widths for each batch size.
 
     Args:
-        run: one cycle of so many sequences at that width, each of which commits one token.
+        run: one cycle of so many sequences at that width.
         batches: sizes to measure, at least one; those between them are interpolated.
         max_width: the widest cycle there is.
     """
@@ -112,16 +138,7 @@ def calibrate(run: Callable[[int, int], TermsMs], batches: Sequence[int], max_wi
     grid: dict[int, dict[int, float]] = {}
     for (batch, width), measured in samples.items():
         grid.setdefault(batch, {})[width] = median(measured)
-    return CycleCosts(grid, waiting_row_ms=_waiting_row_ms(run, grid) if max_width else 0.0)
-
-
-def _waiting_row_ms(run: Callable[[int, int], TermsMs], grid: Mapping[int, Mapping[int, float]]) -> float:
-    """What a waiting row adds to the draft that takes it in, with as many sequences as there are."""
-    batch = max(grid)
-    run(batch, 1)
-    for _ in range(_CATCH_UP_CYCLES):
-        run(batch, 0)
-    return max(0.0, run(batch, 1).total - grid[batch][1]) / (batch * _CATCH_UP_CYCLES)
+    return CycleCosts(grid)
 
 
 def _grid_widths(max_width: int) -> list[int]:

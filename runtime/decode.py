@@ -10,7 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
-from domino_deploy.errors import CapacityError, RequestError
+from domino_deploy.errors import RequestError
 from domino_deploy.runtime.acceptance import accept
 from domino_deploy.runtime.choosing import Chooser
 from domino_deploy.runtime.protocols import (
@@ -24,7 +24,7 @@ from domino_deploy.runtime.protocols import (
     TermsMs,
     Verified,
 )
-from domino_deploy.runtime.requests import LENGTH, STOP, GenerationParams, check_request
+from domino_deploy.runtime.requests import LENGTH, STOP, GenerationParams, check_prompt, check_request
 
 # A prompt runs through the target in pieces of this many rows: enough for full matrix products, while attention scores
 # (heads x rows x capacity x 4 bytes: 128 MiB for 32 heads and 4096 slots) stay bounded for prompts of any length.
@@ -47,7 +47,7 @@ def generate(
     Args:
         target: the target.
         drafter: a source of proposals, or None for plain decoding.
-        prompt_ids: 1 up to `target.capacity` tokens.
+        prompt_ids: 1 token up to `longest_prompt(target.capacity)`.
         params: the request; of its stop conditions only `stop_token_ids` and `max_new_tokens` are looked at.
         num_speculative_tokens: tokens to draft per cycle, 0 up to `drafter.max_proposals`.
         chooser: of this request and no other, with the matcher of its constraint; None makes one, where there is no constraint.  It
@@ -56,7 +56,7 @@ def generate(
     Raises:
         RequestError: no prompt, a token outside the vocabulary, more speculation than the drafter offers, or log-probabilities of a
             prompt from a backend that has none.
-        CapacityError: the prompt does not fit.
+        CapacityError: the prompt leaves no room for an answer.
     """
     offered = 0 if drafter is None else drafter.max_proposals
     check_request(prompt_ids, params, vocab_size=target.vocab_size, max_proposals=offered, num_speculative_tokens=num_speculative_tokens)
@@ -65,11 +65,7 @@ def generate(
             "Expected a backend that gives the logits of whole prompts for prompt_logprobs, found one that gives the last row alone. "
             "Leave prompt_logprobs out, or use the backend ort."
         )
-    if len(prompt_ids) > target.capacity:
-        raise CapacityError(
-            f"Expected a prompt of at most {target.capacity} tokens, the model length of this session, found {len(prompt_ids)}. "
-            "Shorten the prompt, or open the session with a larger max_model_len."
-        )
+    check_prompt(prompt_ids, target.capacity)
     return _cycles(target, drafter, list(prompt_ids), params, num_speculative_tokens, chooser or Chooser(params, prompt_ids))
 
 

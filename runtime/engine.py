@@ -22,14 +22,14 @@ from typing import Self
 
 from domino_deploy.backends import Backend
 from domino_deploy.bundle import Bundle
-from domino_deploy.errors import CapacityError, DrainingError, QueueFullError, RequestError
+from domino_deploy.errors import DrainingError, QueueFullError, RequestError
 from domino_deploy.runtime.backends.ort_provider import Provider
 from domino_deploy.runtime.constraints import ConstraintCompiler
 from domino_deploy.runtime.controller import SpeculationController
 from domino_deploy.runtime.engine_settings import EngineSettings
 from domino_deploy.runtime.opening import DrafterChoice, open_slots
 from domino_deploy.runtime.protocols import SlotPair
-from domino_deploy.runtime.requests import ABORT, ERROR, EngineSnapshot, Observer, Output, Request, check_request
+from domino_deploy.runtime.requests import ABORT, ERROR, EngineSnapshot, Observer, Output, Request, check_prompt, check_request
 from domino_deploy.runtime.scheduled_request import ScheduledRequest, SchedulerLimits
 from domino_deploy.runtime.scheduler import Scheduler
 from domino_deploy.runtime.text import Tokenizer
@@ -234,11 +234,7 @@ class Engine:
                 "Expected no prompt_logprobs with a backend that gives the logits of a prompt's last token alone, found "
                 f"{request.params.prompt_logprobs}. Leave them out, or serve with the backend ort."
             )
-        if len(request.prompt_ids) + 1 > self.max_model_len:
-            raise CapacityError(
-                f"Expected a prompt of at most {self.max_model_len - 1} tokens, the model length {self.max_model_len} without one for the "
-                f"answer, found {len(request.prompt_ids)}. Shorten the prompt, or start the engine with a larger max_model_len."
-            )
+        check_prompt(request.prompt_ids, self.max_model_len)
 
     def _deliver(self, request: Request, output: Output) -> None:
         if output.finish_reason is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from domino_deploy.errors import RequestError, listed
+from domino_deploy.errors import OutOfRangeError
 from domino_deploy.runtime.sampling import is_integer
 
 # Far above what one machine decodes together; a slip of the keyboard must not fill the memory with slots.
@@ -30,19 +30,17 @@ class EngineSettings:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = {}
         for name, least in (("max_sequences", 1), ("max_queued", 0), ("prefill_rows", 1)):
             value = getattr(self, name)
             if not is_integer(value) or value < least:
-                problems.append(f"{name} must be an integer, at least {least}, found {value!r}")
+                problems[name] = f"must be an integer, at least {least}, found {value!r}"
         if is_integer(self.max_sequences) and self.max_sequences > MAX_SEQUENCES:
-            problems.append(f"max_sequences must be at most {MAX_SEQUENCES}, found {self.max_sequences}")
+            problems["max_sequences"] = f"must be at most {MAX_SEQUENCES}, found {self.max_sequences}"
         count = self.num_speculative_tokens
         if count is not None and (not is_integer(count) or count < 0):
-            problems.append(f"num_speculative_tokens must be an integer, 0 (plain decoding) or above, found {count!r}")
+            problems["num_speculative_tokens"] = f"must be an integer, 0 (plain decoding) or above, found {count!r}"
         if not isinstance(self.adaptive, bool):
-            problems.append(f"adaptive must be True or False, found {self.adaptive!r}")
+            problems["adaptive"] = f"must be True or False, found {self.adaptive!r}"
         if problems:
-            raise RequestError(
-                listed(f"Engine: {len(problems)} value(s) out of range", problems, "Correct them and open the engine again.")
-            )
+            raise OutOfRangeError(problems, "Correct them and open the engine again.")

@@ -11,7 +11,6 @@ from typing import Any
 
 from domino_deploy.backends import BACKENDS, Backend, check_precision
 from domino_deploy.bundle import Bundle, open_bundle
-from domino_deploy.config import TargetConfig
 from domino_deploy.errors import MissingDependencyError, OutOfRangeError, RequestError
 from domino_deploy.runtime.backends.ort_provider import Provider
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
@@ -69,11 +68,9 @@ def checked_bundle(
     bundle: str | Path, backend: Backend, provider: Provider, drafter: DrafterChoice, max_model_len: int | None, threads: int | None
 ) -> tuple[Bundle, Tokenizer, dict[str, Any]]:
     """A bundle, checked, its tokenizer, and the arguments of its backend's `open_pair`; arguments and errors as `Session.open`."""
-    if backend is not Backend.ORT and provider is not Provider.CPU:
-        raise RequestError(f"Expected a provider for the backend ort only, found {provider} for {backend}. Leave it out.")
+    check_provider(backend, provider)
     opened = open_bundle(bundle)
-    check_precision(backend, opened.precision, opened.path)
-    capacity = _capacity(opened.target, max_model_len, threads)
+    capacity = checked_capacity(opened, backend, max_model_len, threads)
     tokenizer = bundle_tokenizer(opened)
     asked: dict[str, Any] = {"capacity": capacity, "threads": threads, "with_drafter": drafter is DrafterChoice.BUNDLE}
     if backend is Backend.ORT:
@@ -88,8 +85,23 @@ def chosen_drafter(choice: DrafterChoice, loaded: Drafter | None) -> Drafter | N
     return PromptLookupDrafter() if choice is DrafterChoice.PROMPT_LOOKUP else loaded
 
 
-def _capacity(target: TargetConfig, max_model_len: int | None, threads: int | None) -> int:
-    most = target.max_position_embeddings
+def check_provider(backend: Backend, provider: Provider) -> None:
+    """Hold a provider against the backend.
+
+    Raises:
+        RequestError: the backend has no use for it.
+    """
+    if backend is not Backend.ORT and provider is not Provider.CPU:
+        raise RequestError(f"Expected a provider for the backend ort only, found {provider} for {backend}. Leave it out.")
+
+
+def checked_capacity(bundle: Bundle, backend: Backend, max_model_len: int | None, threads: int | None) -> int:
+    """Tokens of the longest sequence, once it is certain that these choices suit the bundle and this machine; nothing is loaded.
+
+    Arguments and errors as `Session.open`; engines of TensorRT may be built for another length.
+    """
+    check_precision(backend, bundle.precision, bundle.path)
+    most = bundle.target.max_position_embeddings
     problems = {}
     if max_model_len is not None and not 1 <= max_model_len <= most:
         problems["max_model_len"] = f"must lie in [1, {most}], the positions of this target, found {max_model_len}"

@@ -94,12 +94,17 @@ class OutputStream:
         if token.token_id in self._stop_token_ids:
             self._stop_token = token.token_id
             self._flush()  # what is left of a character is the text of the tokens before
+            self._waiting.append(token)
         else:
             self._count += 1
-            token.text = self._detokenizer.push(token.token_id)
-            token.is_inside_character = self._detokenizer.is_inside_character
-            self._pass_on(token.text)
-        self._waiting.append(token)
+            text = self._detokenizer.push(token.token_id)
+            token.is_inside_character = self._detokenizer.num_held > 0
+            self._waiting.append(token)
+            if text:
+                # Of a long run of bytes that are no text, the last tokens are held on.
+                last_given = self._waiting[-1 - self._detokenizer.num_held]
+                last_given.text, last_given.is_inside_character = text, False
+                self._pass_on(text)
 
     def _flush(self) -> None:
         """Give the rest of the text to the last token that has a part in it."""
@@ -135,7 +140,7 @@ class OutputStream:
 
 @dataclass(kw_only=True)
 class _Waiting:
-    """A token, the piece of text that its arrival completed, and whether the text goes on inside a character."""
+    """A token, the piece of text that ends with it, and whether its text is still to come, as it ends inside a character."""
 
     token_id: int
     drafted: bool

@@ -206,7 +206,7 @@ class SlotRows:
 
     target: int
     drafter: int
-    waiting: int = 0
+    waiting_rows: int = 0
 
 
 class SlotPair(Protocol):

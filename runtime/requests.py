@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from domino_deploy.errors import RequestError, listed
+from domino_deploy.errors import CapacityError, OutOfRangeError
 from domino_deploy.runtime.constraints import Constraint
 from domino_deploy.runtime.protocols import Step, TermsMs
 from domino_deploy.runtime.sampling import SamplingParams, is_integer
@@ -20,6 +20,7 @@ ERROR = "error"
 
 # Likeliest tokens to report per position at most: OpenAI's own limit.
 MAX_TOP_LOGPROBS = 20
+_ADVICE = "Correct them and send the request again."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,33 +53,31 @@ class GenerationParams:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = {}
         if not isinstance(self.sampling, SamplingParams):
-            problems.append(f"sampling must be SamplingParams, found {self.sampling!r}")
+            problems["sampling"] = f"must be SamplingParams, found {self.sampling!r}"
         if not is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens must be an integer, at least 1, found {self.max_new_tokens!r}")
+            problems["max_new_tokens"] = f"must be an integer, at least 1, found {self.max_new_tokens!r}"
         elif not is_integer(self.min_new_tokens) or not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            problems.append(
-                f"min_new_tokens must be an integer from 0 to max_new_tokens ({self.max_new_tokens}), found {self.min_new_tokens!r}"
+            problems["min_new_tokens"] = (
+                f"must be an integer from 0 to max_new_tokens ({self.max_new_tokens}), found {self.min_new_tokens!r}"
             )
         if not isinstance(self.stop_strings, tuple) or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
-            problems.append(f"stop_strings must be a tuple of strings that are not empty, found {self.stop_strings!r}")
+            problems["stop_strings"] = f"must be a tuple of strings that are not empty, found {self.stop_strings!r}"
         if not isinstance(self.stop_token_ids, tuple) or not all(is_integer(token) and token >= 0 for token in self.stop_token_ids):
-            problems.append(f"stop_token_ids must be a tuple of token ids, found {self.stop_token_ids!r}")
+            problems["stop_token_ids"] = f"must be a tuple of token ids, found {self.stop_token_ids!r}"
         count = self.num_speculative_tokens
         if count is not None and (not is_integer(count) or count < 0):
-            problems.append(f"num_speculative_tokens must be an integer, 0 (plain decoding) or above, found {count!r}")
+            problems["num_speculative_tokens"] = f"must be an integer, 0 (plain decoding) or above, found {count!r}"
         for name, top in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if top is not None and (not is_integer(top) or not 0 <= top <= MAX_TOP_LOGPROBS):
-                problems.append(f"{name} must be an integer from 0 to {MAX_TOP_LOGPROBS}, found {top!r}")
+                problems[name] = f"must be an integer from 0 to {MAX_TOP_LOGPROBS}, found {top!r}"
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
-            problems.append(f"constraint must be a Constraint, found {self.constraint!r}")
+            problems["constraint"] = f"must be a Constraint, found {self.constraint!r}"
         elif self.constraint is not None and self.ignore_eos:
-            problems.append("ignore_eos must be False with a constraint, which ends with the target's end-of-sequence token, found True")
+            problems["ignore_eos"] = "must be False with a constraint, which ends with the target's end-of-sequence token, found True"
         if problems:
-            raise RequestError(
-                listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again.")
-            )
+            raise OutOfRangeError(problems, _ADVICE)
 
     def ended_by(self, eos_token_ids: Iterable[int]) -> GenerationParams:
         """The same request, which the target's end-of-sequence tokens end as well, unless it ignores them."""
@@ -91,25 +90,51 @@ def check_request(
     """Hold a request against the models that are to serve it.
 
     Raises:
-        RequestError: no prompt, a token that the target does not have, or more speculation than the drafter offers.
+        OutOfRangeError: no prompt, a token that the target does not have, or more speculation than the drafter offers.
     """
-    problems = []
+    problems = {}
     if len(prompt_ids) == 0:
-        problems.append("the prompt must have at least one token, found none")
+        problems["prompt_ids"] = "must have at least one token, found none"
     no_ids = [token for token in prompt_ids if not isinstance(token, int | np.integer)]
     if no_ids:
-        problems.append(f"the prompt must be token ids, as Session.prompt_ids makes them, found {no_ids[0]!r:.40}")
-    named: dict[str, Iterable[int]] = {"stop token ids": params.stop_token_ids, "token ids of logit_bias": params.sampling.logit_bias}
+        problems["prompt_ids"] = f"must be token ids, as Session.prompt_ids makes them, found {no_ids[0]!r:.40}"
+    named: dict[str, Iterable[int]] = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.sampling.logit_bias}
     if not no_ids:
-        named = {"prompt tokens": prompt_ids, **named}
+        named = {"prompt_ids": prompt_ids, **named}
     for name, token_ids in named.items():
         foreign = sorted({int(token) for token in token_ids if not 0 <= token < vocab_size})
         if foreign:
-            problems.append(f"{name} must lie in [0, {vocab_size}), found {_some(foreign)}")
-    if not 0 <= num_speculative_tokens <= max_proposals:
-        problems.append(f"num_speculative_tokens must lie in [0, {max_proposals}] for this drafter, found {num_speculative_tokens}")
+            problems[name] = f"must be token ids in [0, {vocab_size}), found {_some(foreign)}"
+    problems |= speculation_problems(num_speculative_tokens, max_proposals=max_proposals)
     if problems:
-        raise RequestError(listed(f"Request: {len(problems)} value(s) out of range", problems, "Correct them and send the request again."))
+        raise OutOfRangeError(problems, _ADVICE)
+
+
+def speculation_problems(num_speculative_tokens: int, *, max_proposals: int) -> dict[str, str]:
+    """For an `OutOfRangeError`: more tokens per cycle than the drafter offers, `max_proposals`, which is 0 without a drafter."""
+    if 0 <= num_speculative_tokens <= max_proposals:
+        return {}
+    where = f"lie in [0, {max_proposals}] for this drafter" if max_proposals else "be 0, or left out, without a drafter"
+    return {"num_speculative_tokens": f"must {where}, found {num_speculative_tokens}"}
+
+
+def longest_prompt(max_model_len: int) -> int:
+    """Tokens of a prompt at most: an answer has one at least."""
+    return max_model_len - 1
+
+
+def check_prompt(prompt_ids: Sequence[int], max_model_len: int, *, called: str = "max_model_len") -> None:
+    """Hold a prompt's length against the model length, which the reader knows by the name `called`.
+
+    Raises:
+        CapacityError: it leaves no room for an answer.
+    """
+    most = longest_prompt(max_model_len)
+    if len(prompt_ids) > most:
+        raise CapacityError(
+            f"Expected a prompt of at most {most} tokens, the model length {max_model_len} without one for the answer, "
+            f"found {len(prompt_ids)}. Shorten it, or start with a larger {called}."
+        )
 
 
 def _some(values: Sequence[int], most: int = 5) -> str:
@@ -214,7 +239,7 @@ class CycleRecord:
     batch: sequences in it; width: drafts asked for per sequence, 0 for plain; drafts: sequences with at least one proposal;
     proposed, accepted: tokens, counted as in `RequestStatistics.steps`; reached_per_position, accepted_per_position: of how many
     sequences proposal 0, 1, ... (up to the last of any) was decided on, all before it accepted, and how many accepted it; tokens:
-    committed in all; waiting: rows that the drafter had to take in beside drafting; terms_ms: where its time went.  A sequence that
+    committed in all; waiting_rows: those that the drafter had to take in beside drafting; terms_ms: where its time went.  A sequence that
     failed in it counts in `batch` alone.
     """
 
@@ -226,11 +251,11 @@ class CycleRecord:
     reached_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
     tokens: int = 0
-    waiting: int = 0
+    waiting_rows: int = 0
     terms_ms: TermsMs = field(default_factory=TermsMs)
 
     @classmethod
-    def of(cls, steps: Sequence[Step], *, batch: int, width: int, waiting: int, terms_ms: TermsMs) -> CycleRecord:
+    def of(cls, steps: Sequence[Step], *, batch: int, width: int, waiting_rows: int, terms_ms: TermsMs) -> CycleRecord:
         """The sum of what the sequences of a cycle made of it; those that failed have no step."""
         drafted = [step for step in steps if step.proposed]
         positions = range(max((step.proposed for step in drafted), default=0))
@@ -243,7 +268,7 @@ class CycleRecord:
             reached_per_position=tuple(sum(_decided(step) > position for step in drafted) for position in positions),
             accepted_per_position=tuple(sum(step.accepted > position for step in drafted) for position in positions),
             tokens=sum(len(step.token_ids) for step in steps),
-            waiting=waiting,
+            waiting_rows=waiting_rows,
             terms_ms=terms_ms,
         )
 

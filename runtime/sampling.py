@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from domino_deploy.errors import RequestError, VerificationError, listed
+from domino_deploy.errors import OutOfRangeError, VerificationError
 from domino_deploy.runtime.protocols import FloatArray
 
 MAX_SEED = 2**64 - 1
-# The ranges are OpenAI's, but for the repetition penalty, which is transformers' and bounded here: beyond, logits overflow.
+MIN_TEMPERATURE = 0
+TOP_P_RANGE = (0, 1)  # 0 itself keeps no token and is none
+MIN_P_RANGE = (0, 1)
+# These ranges are OpenAI's, but for the repetition penalty, which is transformers' and bounded here: beyond, logits overflow.
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
@@ -56,30 +59,31 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # a dict has no hash; equality does compare it
 
     def __post_init__(self) -> None:
-        problems = []
-        if not _is_number(self.temperature) or not (math.isfinite(self.temperature) and self.temperature >= 0):
-            problems.append(f"temperature must be a finite number, 0 or above, found {self.temperature!r}")
+        problems = {}
+        if not _is_number(self.temperature) or not (math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE):
+            problems["temperature"] = f"must be a finite number, {MIN_TEMPERATURE} or above, found {self.temperature!r}"
         if not is_integer(self.top_k) or self.top_k < 0:
-            problems.append(f"top_k must be an integer, 0 (all tokens) or above, found {self.top_k!r}")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            problems.append(f"top_p must be a number above 0 and at most 1, found {self.top_p!r}")
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            problems.append(f"min_p must be a number from 0 to 1, found {self.min_p!r}")
+            problems["top_k"] = f"must be an integer, 0 (all tokens) or above, found {self.top_k!r}"
+        above, most = TOP_P_RANGE
+        if not _is_number(self.top_p) or not above < self.top_p <= most:
+            problems["top_p"] = f"must be a number above {above} and at most {most}, found {self.top_p!r}"
+        least, most = MIN_P_RANGE
+        if not _is_number(self.min_p) or not least <= self.min_p <= most:
+            problems["min_p"] = f"must be a number from {least} to {most}, found {self.min_p!r}"
         if self.seed is not None and (not is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED):
-            problems.append(f"seed must be an integer from 0 to {MAX_SEED}, found {self.seed!r}")
+            problems["seed"] = f"must be an integer from 0 to {MAX_SEED}, found {self.seed!r}"
         for name, penalty in (("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)):
             if not _is_number(penalty) or not -MAX_PENALTY <= penalty <= MAX_PENALTY:
-                problems.append(f"{name} must be a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, found {penalty!r}")
+                problems[name] = f"must be a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, found {penalty!r}"
         if not _is_number(self.repetition_penalty) or not 1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            problems.append(
-                f"repetition_penalty must be a number from {1 / MAX_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}, "
-                f"found {self.repetition_penalty!r}"
+            problems["repetition_penalty"] = (
+                f"must be a number from {1 / MAX_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}, found {self.repetition_penalty!r}"
             )
-        problems += _bias_problems(self.logit_bias)
+        bias_problem = _bias_problem(self.logit_bias)
+        if bias_problem is not None:
+            problems["logit_bias"] = bias_problem
         if problems:
-            raise RequestError(
-                listed(f"Sampling: {len(problems)} value(s) out of range", problems, "Correct them and send the request again.")
-            )
+            raise OutOfRangeError(problems, "Correct them and send the request again.")
 
     @property
     def is_greedy(self) -> bool:
@@ -206,19 +210,19 @@ def _census(logits_V: FloatArray) -> str:
     )
 
 
-def _bias_problems(logit_bias: object) -> list[str]:
+def _bias_problem(logit_bias: object) -> str | None:
     if not isinstance(logit_bias, Mapping):
-        return [f"logit_bias must be a mapping from token ids to numbers, found {logit_bias!r:.80}"]
+        return f"must be a mapping from token ids to numbers, found {logit_bias!r:.80}"
     ids = [token for token in logit_bias if not is_integer(token) or token < 0]
     values = {token: bias for token, bias in logit_bias.items() if not _is_number(bias) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS}
-    problems = [f"logit_bias must be of token ids, integers from 0, found {ids[0]!r:.40}"] if ids else []
+    problems = [f"must be of token ids, integers from 0, found {ids[0]!r:.40}"] if ids else []
     if values:
         token, bias = next(iter(values.items()))
         problems.append(
-            f"logit_bias must be numbers from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, found {len(values)} other(s): "
+            f"must be numbers from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, found {len(values)} other(s): "
             f"{bias!r:.40} for token {token!r:.40}"
         )
-    return problems
+    return "; ".join(problems) or None
 
 
 def _is_number(value: object) -> bool:

@@ -193,8 +193,8 @@ class Scheduler:
     def _run_cycle(self) -> None:
         """Draft, verify and accept for all that decode."""
         requests, started = self._decoding, self._clock()
-        waiting = self._waiting_rows(requests)
-        width = self._choose_width(requests, waiting)
+        waiting_rows = self._waiting_rows(requests)
+        width = self._choose_width(requests, waiting_rows)
         batch = self._pair.cycle([request.cycle(width) for request in requests])
         outputs: list[Output | Exception] = []
         for request, verified in zip(requests, batch.sequences, strict=True):
@@ -207,7 +207,8 @@ class Scheduler:
         self._pair.commit([0 if step is None else len(step.token_ids) for step in steps])
         terms = batch.terms_ms.within((self._clock() - started) * 1e3)
         taken = [step for step in steps if step is not None]
-        self._record(CycleRecord.of(taken, batch=len(requests), width=width, waiting=waiting if width else 0, terms_ms=terms))
+        taken_in = waiting_rows if width else 0
+        self._record(CycleRecord.of(taken, batch=len(requests), width=width, waiting_rows=taken_in, terms_ms=terms))
         for request, output, step in zip(list(requests), outputs, steps, strict=True):
             if isinstance(output, Exception):
                 self._fail(request, output)
@@ -217,9 +218,9 @@ class Scheduler:
     def _waiting_rows(self, requests: Sequence[ScheduledRequest]) -> int:
         """Rows that the drafter must take in first, if these requests draft."""
         drafting = (request.slot for request in requests if request.num_drafts(self._limits.max_drafts))
-        return sum(self._pair.rows(slot).waiting for slot in drafting if slot is not None)
+        return sum(self._pair.rows(slot).waiting_rows for slot in drafting if slot is not None)
 
-    def _choose_width(self, requests: Sequence[ScheduledRequest], waiting: int) -> int:
+    def _choose_width(self, requests: Sequence[ScheduledRequest], waiting_rows: int) -> int:
         """Ask the controller for the coming cycle's width; who cannot use a draft is as good as plain."""
         histories = []
         for request in requests:
@@ -229,7 +230,9 @@ class Scheduler:
         if not histories:
             return 0  # nobody's choice, and not worth telling
         joining = min(len(self._prefilling) + len(self._waiting), self._pair.num_slots - len(requests))
-        width = self._controller.width(histories, plain_sequences=len(requests) - len(histories), joining=joining, waiting=waiting)
+        width = self._controller.width(
+            histories, plain_sequences=len(requests) - len(histories), joining=joining, waiting_rows=waiting_rows
+        )
         reason = self._controller.last_reason
         if (width, reason) != (self._width, self._reason):
             self._tell(lambda observer: observer.width_chosen(width, reason))
@@ -260,7 +263,12 @@ class Scheduler:
             request.is_cancelled = True
 
     def _end(self, request: ScheduledRequest, finish_reason: str, error: Exception | None) -> None:
-        self._deliver(request, request.ended(finish_reason, error))
+        try:
+            output = request.ended(finish_reason, error)
+        except Exception as failure:  # of this request alone: its text
+            logger.exception("request %s: its last output could not be made", request.request.request_id)
+            output = Output(finish_reason=ERROR, error=failure)
+        self._deliver(request, output)
 
     def _fail(self, request: ScheduledRequest, error: Exception) -> None:
         if isinstance(error, RequestError):  # a constraint that grew: the client's own doing, and the text may quote it

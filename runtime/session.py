@@ -131,7 +131,7 @@ class Session:
 
         Raises:
             RequestError: a request that cannot be served, or, while iterating, one that was overtaken by another.
-            CapacityError: a prompt longer than this session's model length.
+            CapacityError: a prompt that leaves no room for an answer in this session's model length.
         """
         params = self._with_end(params)
         return self._steps(prompt_ids, params, self._chooser(prompt_ids, params))

@@ -158,20 +158,20 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._given = 0  # tokens of the window whose text was given out
         self._given_text = ""
-        self.is_inside_character = False  # the last token only begins one, or goes on with it
+        self.num_held = 0  # last tokens whose text is still to come: they end inside a character
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        self.is_inside_character = text.endswith(REPLACEMENT)
-        if self.is_inside_character and len(self._window) - self._given > _MOST_HELD:
+        self.num_held = self.num_held + 1 if text.endswith(REPLACEMENT) else 0
+        if self.num_held and len(self._window) - self._given > _MOST_HELD:
             return self._advance_within(text)
-        if self.is_inside_character or len(text) <= len(self._given_text):
+        if self.num_held or len(text) <= len(self._given_text):
             return ""
         return self._advance(text, len(self._window))
 
     def flush(self) -> str:
-        self.is_inside_character = False
+        self.num_held = 0
         return self._advance(self._decode(self._window), len(self._window))
 
     def _advance_within(self, text: str) -> str:
@@ -180,7 +180,7 @@ class IncrementalDetokenizer:
             count = len(self._window) - held
             before = self._decode(self._window[:count])
             if text.startswith(before):  # no character lies across the cut
-                self.is_inside_character = False
+                self.num_held = held
                 return self._advance(before, count)
         return ""
 

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from serving_process import serving
 
+from domino_deploy.bench import failures
 from domino_deploy.bench.client import Answer, Client
 from domino_deploy.bench.load import LoadSettings, Speculation, send, speculation_since
 from domino_deploy.bench.machine import this_machine, versions
@@ -71,8 +72,7 @@ class Turn:
     texts: Mapping[int, str]
 
     @property
-    def rate(self) -> float:
-        """Tokens per second."""
+    def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
 
@@ -83,7 +83,7 @@ class Turn:
 @click.option("--rounds", type=click.IntRange(min=1), default=5)
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=15.0, help="Of every turn that count.")
 @click.option("--warm-up", type=click.FloatRange(min=0), default=3.0, help="Seconds of every turn before those.")
-@click.option("--prompts", default=96, help="Different ones; they are asked for in turns.")
+@click.option("--prompts", type=click.IntRange(min=1), default=96, help="Different ones; they are asked for in turns.")
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=64, help="Of the longest answer; the shortest has a third of it.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=Path("demo/figures/serving.json"))
 @click.option("--markdown", "markdown_path", type=click.Path(path_type=Path), default=Path("docs/serving_benchmark.md"))
@@ -166,7 +166,7 @@ class _Measurement:
                 for is_plain in (taken % 2 == 0, taken % 2 == 1):
                     turn = self._turn(concurrency, is_plain=is_plain)
                     way = "plain" if is_plain else "speculative"
-                    click.echo(f"round {taken + 1}, concurrency {concurrency}, {way}: {turn.rate:.1f} tok/s", err=True)
+                    click.echo(f"round {taken + 1}, concurrency {concurrency}, {way}: {turn.tokens_per_second:.1f} tok/s", err=True)
                     yield turn
 
     def _turn(self, concurrency: int, *, is_plain: bool) -> Turn:
@@ -227,26 +227,30 @@ def _check(answers: Sequence[tuple[int, Answer]]) -> None:
     """Every request must have succeeded."""
     errors = Counter(answer.error for _, answer in answers if answer.error is not None)
     if errors:
-        raise click.ClickException(f"Expected every request to succeed, found {dict(errors)}. See the server's log.")
+        found = ", ".join(f"{count} times {failures.words(kind)}" for kind, count in errors.items())
+        raise click.ClickException(f"Expected every request to succeed, found {found}. See the server's log.")
 
 
 def _row(turns: Sequence[Turn], concurrency: int) -> dict[str, Any]:
     """One concurrency's figures."""
     plain, ours = ([turn for turn in turns if (turn.concurrency, turn.is_plain) == (concurrency, is_plain)] for is_plain in (True, False))
-    ratios = [mine.rate / theirs.rate for mine, theirs in zip(ours, plain, strict=True)]
-    drafts, accepted = sum(turn.speculation.drafts for turn in ours), sum(turn.speculation.accepted for turn in ours)
+    ratios = [mine.tokens_per_second / theirs.tokens_per_second for mine, theirs in zip(ours, plain, strict=True)]
+    grown = [turn.speculation for turn in ours]
+    drafts, drafted, accepted = (
+        sum(counts) for counts in zip(*((each.drafts, each.drafted, each.accepted) for each in grown), strict=True)
+    )
     # A part in a cycle commits one token, and those accepted besides.
     parts = sum(turn.tokens for turn in ours) - accepted
     known = {number: text for turn in plain for number, text in turn.texts.items()}
     pairs = [(text, known[number]) for turn in ours for number, text in turn.texts.items() if number in known]
     return {
         "concurrency": concurrency,
-        "plain_tokens_per_second": median(turn.rate for turn in plain),
-        "tokens_per_second": median(turn.rate for turn in ours),
+        "plain_tokens_per_second": median(turn.tokens_per_second for turn in plain),
+        "tokens_per_second": median(turn.tokens_per_second for turn in ours),
         "ratio": median(ratios),
         "ratios": ratios,
-        "plain_rates": [turn.rate for turn in plain],
-        "acceptance_length": 1 + accepted / drafts if drafts else None,
+        "plain_rates": [turn.tokens_per_second for turn in plain],
+        "acceptance_length": Speculation(drafts=drafts, drafted=drafted, accepted=accepted).acceptance_length,
         "drafted_cycles": drafts / parts if parts > 0 else None,
         "plain_tpot_ms": _median(answer.token_ms for turn in plain for answer in turn.answers),
         "tpot_ms": _median(answer.token_ms for turn in ours for answer in turn.answers),

@@ -97,7 +97,7 @@ def bad_requests(model: str, max_model_len: int) -> Sequence[BadRequest]:
         {"stream_options": {"include_usage": True}},
         {"response_format": {"type": "yaml"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
-        {"guided_regex": "a+"},
+        {"guided_grammar": 'root ::= "a"'},
         {"presence_penalty": 3},
     ]
     return [

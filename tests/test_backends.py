@@ -204,7 +204,7 @@ def test_the_whole_capacity_can_be_used_and_no_more(pair):
     assert tokens_of(steps) == tokens_of(run(target, None, prompt))
     with pytest.raises(CapacityError, match=r"found 400 \+ 1"):
         target.forward([5], 1)
-    assert len(tokens_of(run(target, drafter, prompt_of(CAPACITY)))) == 1
+    assert len(tokens_of(run(target, drafter, prompt_of(CAPACITY - 1)))) == 2
 
 
 def test_a_drafter_refuses_features_that_skip_or_repeat_tokens(pair):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import tokenizers
 from click.testing import CliRunner, Result
 
 from domino_deploy.cli import main
+from domino_deploy.runtime.session import Session
 from tests.support.bundles import contents
 from tests.support.checkpoints import write_drafter, write_target
 
@@ -67,33 +69,39 @@ def test_wrong_usage_is_refused_before_anything_is_opened(arguments: list[str], 
     check(run(*arguments), 2, *fragments)
 
 
-NUMBERS = [
-    (name, option)
-    for name in ("serve", "generate", "bench", "regenerate")
-    for option in main.get_command(click.Context(main), name).params
-    if isinstance(option.type, click.IntRange | click.FloatRange)
+OPTIONS = [
+    (name, option) for name in main.list_commands(click.Context(main)) for option in main.get_command(click.Context(main), name).params
 ]
+NUMBERS = [(name, option) for name, option in OPTIONS if isinstance(option.type, click.IntRange | click.FloatRange)]
+
+
+def values_outside(of: click.IntRange | click.FloatRange) -> list[str]:
+    """The nearest ones to each bound, which is itself outside where it is open; and what is no finite number."""
+    is_whole = isinstance(of, click.IntRange)
+    values = [] if is_whole else ["nan", "inf", "-inf"]
+    for bound, is_open, away in ((of.min, of.min_open, -1), (of.max, of.max_open, 1)):
+        if bound is not None:
+            values.append(repr(bound if is_open else bound + away if is_whole else math.nextafter(bound, away * math.inf)))
+    return values
 
 
 def test_every_number_of_an_engine_or_a_request_has_a_range() -> None:
     """Or the settings behind it would refuse it, by the name of a field."""
+    commands = ("serve", "generate", "bench", "regenerate")
+    assert [(name, option.name) for name, option in OPTIONS if name in commands and option.type in (click.INT, click.FLOAT)] == []
     named = {(name, option.name) for name, option in NUMBERS}
-    for name in ("serve", "generate", "bench", "regenerate"):
-        command = main.get_command(click.Context(main), name)
-        numeric = {(name, option.name) for option in command.params if option.type in (click.INT, click.FLOAT)}
-        assert numeric == set()
     assert {("serve", "max_num_seqs"), ("serve", "request_timeout"), ("generate", "top_p"), ("bench", "timeout")} <= named
+
+
+def test_bounds_are_tried_whether_open_or_closed() -> None:
+    assert values_outside(click.IntRange(1, 4)) == ["0", "5"]
+    assert values_outside(click.FloatRange(0, 1, min_open=True))[3:] == ["0", "1.0000000000000002"]
 
 
 @pytest.mark.parametrize(("name", "option"), NUMBERS, ids=[f"{name} {option.name}" for name, option in NUMBERS])
 def test_a_number_out_of_range_is_told_by_the_option_that_was_typed(name: str, option: click.Option) -> None:
-    outside = ["nan", "inf", "-1"] if isinstance(option.type, click.FloatRange) else [str(option.type.min - 1)]
-    if option.type.max is not None:
-        outside.append(str(option.type.max + 1))
-    for value in outside:
-        done = run(name, "b", option.opts[0], value)
-        check(done, 2, f"Invalid value for '{option.opts[0]}")
-        assert "value(s) out of range" not in done.stderr
+    for value in values_outside(option.type):
+        check(run(name, "b", option.opts[0], value), 2, f"Invalid value for '{option.opts[0]}")
 
 
 def test_an_empty_standard_input_is_refused() -> None:
@@ -104,16 +112,29 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("flags", "code", "fragments"),
         [
-            (["--num-speculative-tokens", "99"], 2, ["--num-speculative-tokens must be at most 6", "99"]),
+            (["--num-speculative-tokens", "99"], 2, ["--num-speculative-tokens must lie in [0, 6] for this drafter, found 99"]),
+            (
+                ["--drafter", "none", "--num-speculative-tokens", "4"],
+                2,
+                ["--num-speculative-tokens must be 0, or left out, without a drafter, found 4", "choose another drafter"],
+            ),
+            (["--no-speculation", "--num-speculative-tokens", "1"], 2, ["without a drafter, found 1"]),
             (["--max-model-len", "1000000"], 2, ["--max-model-len must lie in", "1000000"]),
             (["--threads", "9999"], 2, ["--threads must lie in", "9999"]),
             (["--threads", "9999", "--max-model-len", "1000000"], 2, ["--threads must", "--max-model-len must"]),
-            (["--max-model-len", "4"], 1, ["at most 4 tokens", "--max-model-len"]),
+            (["--max-model-len", "4"], 1, ["at most 3 tokens", "start with a larger --max-model-len"]),
         ],
         ids=lambda value: " ".join(value) if value and isinstance(value, list) else None,
     )
     def test_values_that_this_bundle_cannot_serve(self, flags: list[str], code: int, fragments: list[str], tiny_bundle: Path) -> None:
         check(run("generate", tiny_bundle, "--prompt", "Count to ten, then to twenty", *flags), code, *fragments)
+
+    def test_a_prompt_as_long_as_the_model_length_is_one_token_too_long(self, tiny_bundle: Path) -> None:
+        with Session.open(tiny_bundle) as session:
+            length = len(session.prompt_ids("Count to ten"))
+        flags = ("generate", tiny_bundle, "--prompt", "Count to ten", "--max-new-tokens", "1", "--max-model-len")
+        check(run(*flags, str(length)), 1, f"at most {length - 1} tokens, the model length {length}", f"found {length}")
+        assert run(*flags, str(length + 1)).exit_code == 0
 
 
 class TestBundle:

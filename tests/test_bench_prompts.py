@@ -30,14 +30,15 @@ BAD_LINES = {
 
 class TestPromptSets:
     def test_default_is_every_kind_that_is_there_and_says_what_is_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        absent = tasks.PackagedSet(module="no_such_package", file="x.jsonl", requirement="no-such-package==1")
-        monkeypatch.setattr(tasks, "PACKAGED", {"elsewhere": absent})
-        monkeypatch.setattr(tasks, "KINDS", (*tasks.OWN, "elsewhere"))
+        absent = {
+            name: tasks.PackagedSet(module=f"no_such_{name}", file="x.jsonl", requirement=f"no-such-{name}==1") for name in ("one", "two")
+        }
+        monkeypatch.setattr(tasks, "PACKAGED", absent)
+        monkeypatch.setattr(tasks, "KINDS", (*tasks.OWN, *absent))
         selection = tasks.select([], [], 2)
         assert [prompt_set.kind for prompt_set in selection.sets] == ["templated-code", "word-problems", "short-chat"]
         assert all(len(prompt_set.prompts) == 2 for prompt_set in selection.sets)
-        (note,) = selection.left_out
-        assert note == "Left out elsewhere: package no_such_package is not installed. Run: pip install --no-deps no-such-package==1"
+        assert selection.left_out == "Left out one, two: not installed. Run: pip install --no-deps no-such-one==1 no-such-two==1"
 
     def test_a_missing_package_that_was_asked_for_is_an_error_with_the_pip_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
@@ -90,7 +91,7 @@ class TestPromptSets:
         (tmp_path / "mine.jsonl").write_text('{"prompt": "x"}')
         selection = tasks.select(["short-chat"], [tmp_path / "mine.jsonl"], 1)
         assert [prompt_set.kind for prompt_set in selection.sets] == ["short-chat", "mine"]
-        assert selection.left_out == ()
+        assert selection.left_out == ""
 
     @pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES.keys())
     def test_a_bad_line_is_named_by_its_number(self, line: str, tmp_path: Path) -> None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from domino_deploy.bench import load
+from domino_deploy.bench import load, tasks
 from domino_deploy.bench.client import Answer, Client
-from domino_deploy.bench.event_stream import EventReader
 from domino_deploy.bench.load import LoadSettings
 from domino_deploy.cli import main
-from domino_deploy.errors import RequestError
+from domino_deploy.errors import OutOfRangeError
 from tests.support.loopback import served
-from tests.support.scripted_server import KEY, USAGE, ScriptedServer, answer, chunk
+from tests.support.scripted_server import KEY, ScriptedServer, answer, chunk
 
 
 @pytest.fixture
@@ -30,101 +30,6 @@ def prompt_file(tmp_path: Path) -> Path:
 
 def bench(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, ["bench", *map(str, arguments)], env={"OPENAI_API_KEY": KEY})
-
-
-def one(*stream: str | bytes | float, timeout_seconds: float = 60.0) -> Answer:
-    with ScriptedServer(list(stream)).url() as url:
-        return Client(url, timeout_seconds=timeout_seconds).stream(load.CHAT_PATH, {})
-
-
-class TestEvents:
-    CASES = (
-        ("data: a\n\ndata: b\n\n", ["a", "b"]),
-        ("data: a\r\n\r\ndata: b\r\n\r\n", ["a", "b"]),
-        ("data: a\r\rdata: b\r\r", ["a"]),  # the last carriage return may be half of a line end
-        ("data: a\ndata: b\ndata\ndata:c\n\n", ["a\nb\n\nc"]),
-        (": comment\n\n: another\ndata: a\n: within\n\n", ["a"]),
-        ("event: x\nid: 7\nretry: 1\n\ndata:  two spaces\n\n", [" two spaces"]),
-        ("\ufeffdata: schön 🦆\n\n", ["schön 🦆"]),
-        ("data: cut off\n", []),
-    )
-
-    @pytest.mark.parametrize(("text", "expected"), CASES)
-    @pytest.mark.parametrize("size", [1, 2, 3, 1000])
-    def test_events_are_the_same_wherever_the_pieces_end(self, text: str, expected: list[str], size: int) -> None:
-        reader, content = EventReader(), text.encode()
-        pieces = [content[start : start + size] for start in range(0, len(content), size)]
-        assert [event for piece in pieces for event in reader.feed(piece)] == expected
-
-    def test_data_that_is_no_utf8_is_an_error(self) -> None:
-        with pytest.raises(UnicodeDecodeError):
-            list(EventReader().feed(b"data: \xff\n\n"))
-
-
-class TestOneRequest:
-    def test_text_usage_and_times_are_read(self) -> None:
-        found = one(": ping\n\n", chunk(""), 0.2, chunk("Hel"), 0.1, chunk("lo"), 0.1, chunk(None, usage=USAGE), "data: [DONE]\n\n")
-        assert (found.error, found.text) == (None, "Hello")
-        assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == (7, 3, 5)
-        # Bounds from below alone are certain: a busy machine only adds.
-        assert found.first_text_ms is not None
-        assert found.first_text_ms >= 200
-        assert len(found.chunk_gaps_ms) == 1
-        assert found.token_ms == pytest.approx(found.chunk_gaps_ms[0] / 4)
-        assert found.total_ms >= found.first_text_ms + found.chunk_gaps_ms[0] + 100
-
-    def test_thoughts_arguments_of_calls_and_completions_are_text(self) -> None:
-        call = {"choices": [{"delta": {"tool_calls": [{"function": {"arguments": "{}"}}]}}]}
-        thought = {"choices": [{"delta": {"reasoning_content": "hm"}}]}
-        completion = {"choices": [{"text": "!", "finish_reason": None}]}
-        found = one(*(f"data: {json.dumps(piece)}\n\n" for piece in (thought, call, completion)), "data: [DONE]\n\n")
-        assert found.text == "hm{}!"
-
-    def test_a_server_without_usage_leaves_token_figures_unmeasured(self) -> None:
-        found = one(chunk("a"), chunk("b"), "data: [DONE]\n\n")
-        assert (found.error, found.completion_tokens, found.token_ms) == (None, None, None)
-        assert found.first_text_ms is not None
-
-    @pytest.mark.parametrize(
-        ("stream", "error", "text"),
-        [
-            ([chunk("half")], "broken_stream", "half"),
-            ([chunk("half"), 'data: {"error": {"message": "x"}}\n\n'], "error_in_stream", "half"),
-            ([chunk("half"), "data: {no json\n\n"], "bad_chunk", "half"),
-            (["data: [1]\n\n"], "bad_chunk", ""),
-            ([b"data: \xff\n\n"], "bad_chunk", ""),
-        ],
-    )
-    def test_a_stream_that_fails_says_how(self, stream: list[str | bytes | float], error: str, text: str) -> None:
-        found = one(*stream)
-        assert (found.error, found.text) == (error, text)
-
-    def test_silence_is_a_timeout(self) -> None:
-        assert one(chunk("a"), 1.5, chunk("b"), timeout_seconds=0.3).error == "timeout"
-
-    @pytest.mark.parametrize(
-        ("response", "error"),
-        [
-            (JSONResponse({"error": {}}, status_code=429, headers={"Retry-After": "1"}), "http_429"),
-            (JSONResponse({}, status_code=500), "http_500"),
-            (JSONResponse({"choices": []}), "no_event_stream"),
-        ],
-    )
-    def test_a_refused_request_says_its_status(self, response: Response, error: str) -> None:
-        with ScriptedServer(response).url() as url:
-            assert Client(url).stream(load.CHAT_PATH, {}).error == error
-
-    def test_no_server_is_a_refused_connection(self) -> None:
-        with ScriptedServer(answer("a")).url() as url:
-            gone = url
-        client = Client(gone, timeout_seconds=5)
-        assert client.stream(load.CHAT_PATH, {}).error == "connection_refused"
-        assert client.metrics() is None
-
-    @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://x:port", "http://x/?a=b"])
-    def test_an_address_that_is_none_is_refused(self, url: str) -> None:
-        with pytest.raises(RequestError, match="Expected the address of a server"):
-            Client(url)
 
 
 class TestFigures:
@@ -146,6 +51,21 @@ class TestFigures:
         assert found.speculation is not None
         assert (found.speculation.acceptance_length, found.speculation.acceptance_rate) == (2.5, 0.5)
 
+    @pytest.mark.parametrize(
+        ("cached", "tokens", "share"), [((3, 0), 3, 3 / 8), ((3, None), 3, 3 / 8), ((0, 0), 0, 0.0), ((None, None), None, None)]
+    )
+    def test_the_cached_share_is_of_all_prompt_tokens(
+        self, cached: tuple[int | None, ...], tokens: int | None, share: float | None
+    ) -> None:
+        answers = [Answer(started=0, ended=1, prompt_tokens=4, cached_tokens=count) for count in cached]
+        found = load.level(1, answers, 1.0, speculation=None)
+        assert (found.cached_tokens, found.cached_share) == (tokens, share)
+
+    def test_the_first_words_for_each_kind_of_failure_are_kept(self) -> None:
+        kinds = [("http_500", None), ("http_500", "first"), ("http_500", "second"), ("timeout", None), ("http_429", "full")]
+        answers = [Answer(started=0, ended=1, error=error, message=message) for error, message in kinds]
+        assert load.level(1, answers, 1.0, speculation=None).messages == {"http_429": "full", "http_500": "first"}
+
     def test_nothing_measured_is_none_and_not_zero(self) -> None:
         found = load.level(1, [Answer(started=0, ended=1, error="http_500")], 1.0, speculation=None)
         assert (found.tokens_per_second, found.first_text_ms, found.total_ms) == (None, None, None)
@@ -153,9 +73,21 @@ class TestFigures:
         assert (nothing.acceptance_length, nothing.acceptance_rate) == (None, None)
 
     def test_values_out_of_range_are_all_named(self) -> None:
-        with pytest.raises(RequestError) as raised:
-            LoadSettings(concurrency=(1, 0), requests=0, max_new_tokens=0, warm_up_requests=-1, timeout_seconds=0)
+        with pytest.raises(OutOfRangeError) as raised:
+            LoadSettings(concurrency=(1, 0), requests=0, max_new_tokens=0, warm_up_requests=-1, timeout_seconds=1e308)
         assert str(raised.value).count("\n  - ") == 5
+
+    @pytest.mark.parametrize("counted", [math.nan, math.inf, 1.0], ids=["not a number", "infinite", "less than before"])
+    def test_counters_that_do_not_count_are_not_measured(self, counted: float) -> None:
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        before = {f"vllm:spec_decode_{name}_total": 2.0 for name in names}
+        assert load.speculation_since(before, before) == load.Speculation(drafts=0, drafted=0, accepted=0)
+        assert load.speculation_since(before, {**before, "vllm:spec_decode_num_drafts_total": counted}) is None
+
+    def test_lines_of_metrics_that_are_no_numbers_are_passed_over(self) -> None:
+        text = "good 1.5\nbad 1.2.3\nbad ...\ngood 2 1700000000\nlarge 1e999\n"
+        with served(Starlette(routes=[Route("/metrics", lambda request: PlainTextResponse(text))])) as url:
+            assert Client(url).metrics() == {"good": 3.5, "large": math.inf}
 
 
 class TestCommand:
@@ -201,9 +133,26 @@ class TestCommand:
         with ScriptedServer(answer("a", "b"), has_metrics=False).url() as url:
             done = bench("--url", url, "--prompts", prompt_file, "--concurrency", "2", "--requests", "3", "--markdown")
         assert done.exit_code == 0, done.output
-        assert "| concurrency | TTFT ms | TPOT ms per token | ITL ms per chunk | E2E ms |" in done.stdout
+        names = ("TTFT ms", "TPOT ms per token", "ITL ms per chunk", "E2E ms")
+        assert f"| concurrency | cached prompt | {' | '.join(f'{name}, p50/p90/p99' for name in names)} |" in done.stdout
         row = next(line for line in done.stdout.splitlines() if line.startswith("| 2 | 3 | 0 |"))
         assert row.endswith("| - | - |")  # no metrics, no acceptance
+
+    def test_text_labels_percentiles_and_says_how_much_of_the_prompts_was_cached(self, prompt_file: Path) -> None:
+        with ScriptedServer(answer("a", "b")).url() as url:
+            done = bench("--url", url, "--prompts", prompt_file, "--concurrency", "2", "--requests", "3")
+        rows = [line.split("\t") for line in done.stdout.splitlines()]
+        start = next(index for index, row in enumerate(rows) if row[:3] == ["concurrency", "cached prompt", "TTFT ms, p50/p90/p99"])
+        assert rows[start + 1][:2] == ["2", "43%"]  # 3 tokens of 7
+        assert len(rows[start + 1][2].split(" / ")) == 3
+        assert "cached prompt is the part of the prompt tokens that the server found in its cache" in done.stdout
+
+    def test_kinds_that_are_not_installed_are_no_matter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tasks.PackagedSet, "path", lambda packaged: None)
+        with ScriptedServer(answer("a")).url() as url:
+            done = bench("--url", url, "--concurrency", "1", "--requests", "1", "--prompts-per-kind", "1", "--json")
+        assert (done.exit_code, done.stderr) == (0, "")
+        assert json.loads(done.stdout)["settings"]["kinds"] == list(tasks.OWN)
 
     def test_raw_prompts_go_to_completions_and_plain_asks_for_no_speculation(self, prompt_file: Path) -> None:
         server = ScriptedServer(answer("a"))
@@ -216,26 +165,28 @@ class TestCommand:
         assert server.asked[-1]["prompt"].startswith("Prompt")
         assert (server.asked[-1]["speculative"], server.asked[-1]["model"]) == (False, "m")
 
-    def test_failed_requests_are_counted_by_kind_and_told(self, prompt_file: Path) -> None:
-        refused = JSONResponse({}, status_code=429)
+    def test_failed_requests_are_counted_by_kind(self, prompt_file: Path) -> None:
+        refused = JSONResponse({"error": {"message": "full"}}, status_code=429)
         with ScriptedServer(refused, [chunk("x")], answer("a", "b")).url() as url:
             flags = ("--concurrency", "1", "--requests", "4", "--warm-up", "0", "--json")
             done = bench("--url", url, "--prompts", prompt_file, *flags)
         assert done.exit_code == 0, done.output
         level = json.loads(done.stdout)["levels"][0]
         assert level["errors"] == {"broken_stream": 1, "http_429": 1}
+        assert level["error_messages"] == {"http_429": "full"}
         assert level["completion_tokens"] == 10
-        assert "concurrency 1: 1 x http_429, status 429 Too Many Requests" in done.stderr
+        assert "http_429" not in done.stderr
 
     def test_the_tables_count_failed_requests_by_kind_and_say_what_each_is(self, prompt_file: Path) -> None:
-        refused = JSONResponse({}, status_code=429)
+        refused = JSONResponse({"error": {"message": "full"}}, status_code=429)
         with ScriptedServer(refused, [chunk("x")], refused, answer("a", "b")).url() as url:
             flags = ("--concurrency", "1", "--requests", "4", "--warm-up", "0")
             done = bench("--url", url, "--prompts", prompt_file, *flags)
         rows = [line.split("\t") for line in done.stdout.splitlines()]
-        assert ["concurrency", "requests", "kind", "found"] in rows
-        assert ["1", "2", "http_429", "status 429 Too Many Requests"] in rows
-        assert ["1", "1", "broken_stream", "a connection that ended before the answer did"] in rows
+        assert ["concurrency", "requests", "kind", "found", "the server's words"] in rows
+        assert ["1", "2", "http_429", "status 429 Too Many Requests", "full"] in rows
+        assert ["1", "1", "broken_stream", "a connection that ended before the answer did", "-"] in rows
+        assert done.output.count("http_429") == 1
 
     @pytest.mark.parametrize("flags", [(), ("--model", "tiny")], ids=["by its list", "named"])
     def test_no_server_is_said_in_words_and_what_to_do(self, prompt_file: Path, flags: tuple[str, ...]) -> None:
@@ -247,23 +198,48 @@ class TestCommand:
             assert words in done.stderr
         assert "ConnectionRefusedError" not in done.stderr
 
-    def test_a_server_without_a_list_of_models_shows_what_it_gave(self, prompt_file: Path) -> None:
-        with served(Starlette(routes=[Route("/v1/models", lambda request: PlainTextResponse("Welcome"))])) as url:
+    @pytest.mark.parametrize("given", ["Welcome", '{"data": [{"id": null}]}', "[" * 100_000], ids=["words", "null", "deep"])
+    def test_a_server_without_a_list_of_models_shows_what_it_gave(self, prompt_file: Path, given: str) -> None:
+        with served(Starlette(routes=[Route("/v1/models", lambda request: PlainTextResponse(given))])) as url:
             done = bench("--url", url, "--prompts", prompt_file)
         assert done.exit_code == 1
-        assert "found no such list at /v1/models, but 'Welcome'. Correct --url, or name the --model." in done.stderr
+        assert f"found no such list at /v1/models, but '{given[:80]}'. Correct --url, or name the --model." in done.stderr
+
+    def test_a_timeout_that_no_socket_can_wait_for_is_refused(self) -> None:
+        done = bench("--url", "http://x", "--timeout", "1e308")
+        assert done.exit_code == 2
+        assert "'--timeout': 1e+308 is not in the range 0<x<=86400" in done.stderr
+
+    @pytest.mark.parametrize("key", ["sk-secret\r", "sk-secret€", "sk secret", "sk-secret\n"])
+    def test_a_key_that_no_head_can_carry_is_refused_and_not_shown(self, key: str) -> None:
+        typed = bench("--url", "http://127.0.0.1:1", "--api-key", key)
+        read = CliRunner().invoke(main, ["bench", "--url", "http://127.0.0.1:1"], env={"OPENAI_API_KEY": key})
+        for done in (typed, read):
+            assert done.exit_code == 2
+            assert "Expected an API key of visible ASCII characters without spaces, found 1 other(s)" in done.stderr
+            assert "secret" not in done.output
+        assert "--api-key was read from the environment variable OPENAI_API_KEY." in read.stderr
+        assert "environment" not in typed.stderr
 
     def test_a_run_in_which_every_request_fails_is_an_error(self, prompt_file: Path) -> None:
         with ScriptedServer(JSONResponse({}, status_code=500)).url() as url:
             done = bench("--url", url, "--prompts", prompt_file, "--concurrency", "1", "--requests", "2")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.count("concurrency 1: 2 x http_500, status 500 Internal Server Error") == 1
+
+    def test_what_the_server_says_to_a_wrong_model_is_shown_once(self, prompt_file: Path) -> None:
+        refused = JSONResponse({"error": {"message": "Expected one of: tiny.\nFound 'nope'."}}, status_code=404)
+        with ScriptedServer(refused).url() as url:
+            done = bench("--url", url, "--prompts", prompt_file, "--concurrency", "1,2", "--requests", "2", "--model", "nope")
         assert done.exit_code == 1
-        assert "concurrency 1: 2 x http_500" in done.stderr
+        assert done.stderr.count("  - http_404, in the server's words: Expected one of: tiny. Found 'nope'.\n") == 1
+        assert done.stderr.count("tiny") == 1
 
     def test_a_wrong_key_is_named_before_anything_is_measured(self, prompt_file: Path) -> None:
         with ScriptedServer(answer("a")).url() as url:
             done = bench("--url", url, "--prompts", prompt_file, "--api-key", "wrong")
         assert done.exit_code == 1
-        assert "status 401" in done.stderr
+        assert 'status 401 Unauthorized at /v1/models ("no")' in done.stderr
         assert "--api-key" in done.stderr
 
     @pytest.mark.parametrize(

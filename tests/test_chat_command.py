@@ -132,17 +132,29 @@ def test_turns_that_do_not_fit_any_more_are_forgotten_and_it_is_said(tiny_bundle
 def test_a_message_that_can_never_fit_ends_a_piped_chat(tiny_bundle: Path) -> None:
     done = chat(tiny_bundle, "word " * 100, flags=["--max-model-len", "64"])
     assert (done.exit_code, done.stdout) == (1, "")
-    assert "model length of 64 tokens" in done.stderr
+    assert "at most 63 tokens, the model length 64 without one for the answer" in done.stderr
+    assert "start with a larger --max-model-len" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("/sistem x", "Expected a command, found '/sistem x'"), ("/speculation maybe", "Expected a command"), ("/speculation on", "drafter")],
+    [
+        ("/sistem x", "Expected a command, found '/sistem x'"),
+        ("/speculation maybe", "Expected a command"),
+        ("/speculation on", "Expected a drafter"),
+    ],
 )
 def test_a_wrong_command_is_refused(line: str, words: str, tiny_bundle: Path) -> None:
     done = chat(tiny_bundle, line, flags=["--no-speculation"])
     assert (done.exit_code, done.stdout) == (2, "")
-    assert words in done.stderr
+    assert done.stderr.startswith(words)
+
+
+@pytest.mark.parametrize("end", [(), ("/exit",)], ids=["end of file", "exit"])
+def test_a_wrong_command_in_a_pipe_takes_no_other_line_with_it(end: tuple[str, ...], tiny_bundle: Path) -> None:
+    done = chat(tiny_bundle, "Count to ten.", "/sistem x", "Why?", *end)
+    assert (done.exit_code, done.stdout) == (2, as_lines(answers(tiny_bundle, ["Count to ten.", "Why?"])))
+    assert done.stderr.endswith("other lines were answered:\n  - '/sistem x'\nCorrect these lines; the reasons are above.\n")
 
 
 @pytest.mark.parametrize("flags", [["--prompt", "x"], ["--raw"]], ids=" ".join)
@@ -175,7 +187,7 @@ def test_so_are_more_than_the_engines_were_built_for_and_the_engine_is_closed(ti
     monkeypatch.setattr(Engine, "close", lambda engine: (real_close(engine), closed.append(engine)))
     done = chat(tiny_bundle, "x", flags=["--num-speculative-tokens", "2"])
     assert (done.exit_code, len(closed)) == (2, 1)
-    assert "at most 1 for this drafter, found 2" in done.stderr
+    assert "--num-speculative-tokens must lie in [0, 1] for this drafter, found 2" in done.stderr
 
 
 def test_bytes_that_are_no_text_are_refused(tiny_bundle: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from domino_deploy.checkpoint import Checkpoint, load_tensors, open_drafter, open_target
@@ -423,6 +425,20 @@ def test_a_failed_download_says_that_there_is_no_such_folder_either(monkeypatch:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(CheckpointError, match=r"org/name.*no such folder.*network is down"):
         open_target("org/name", revision="v1")
+
+
+def test_the_hubs_words_for_a_failed_download_are_short_and_name_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("not in the cache, and so on") from OSError("no route\n\nto host \x1b[31m" + "!" * 500)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError) as caught:
+        open_target("org/name")
+    assert re.fullmatch(
+        r"org/name: expected a folder here or a repository on the hub, found no such folder, and a download that failed: "
+        r'"no route to host \\x1b\[31m!{100,200}\.\.\."\. Check the spelling, the revision and the network, or name a local folder\.',
+        str(caught.value),
+    )
 
 
 def test_the_factory_writes_what_its_shapes_say(tmp_path: Path) -> None:

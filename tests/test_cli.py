@@ -39,6 +39,12 @@ print("LOADED", [name for name in {HEAVY!r} if name in sys.modules])
         assert summary in done.stdout
 
 
+@pytest.mark.parametrize("module", ["domino_deploy", "domino_deploy.cli"])
+def test_it_runs_as_a_module_too(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"domino-deploy, version {__version__}\n"), done.stderr
+
+
 def test_help_answers_within_three_tenths_of_a_second() -> None:
     def seconds() -> float:
         """Processor time of one run: wall time would measure what else the machine does."""
@@ -210,10 +216,20 @@ class TestVariables:
         done = CliRunner().invoke(command, [], env={"FIRST_KEY": "", "SECOND_KEY": "abc"})
         assert "--key was read from the environment variable SECOND_KEY." in done.stderr
 
+    def test_the_long_name_is_told_where_a_short_one_comes_first(self) -> None:
+        command = Command("x", params=[click.Option(["-k", "--key"], type=int, envvar="KEY")])
+        assert "\n--key was read from the environment variable KEY." in CliRunner().invoke(command, [], env={"KEY": "abc"}).stderr
+
     def test_what_was_typed_has_none(self) -> None:
         done = CliRunner().invoke(main, ["serve", "b", "--port", "abc"], env={"DOMINO_DEPLOY_SERVE_PORT": "1"})
         assert done.exit_code == 2
         assert "environment variable" not in done.stderr
+
+
+def test_the_model_of_export_is_told_apart() -> None:
+    done = CliRunner().invoke(main, ["export", "--model", "x"])
+    assert done.exit_code == 2
+    assert "found --model. Name the target by --target, and the drafter by --ckpt." in done.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -226,6 +242,17 @@ class TestConsole:
         with console.progress(context(console.Verbosity.NORMAL)) as step:
             step("Loading")
         assert capsys.readouterr() == ("", "")
+
+    @pytest.mark.parametrize(
+        ("verbosity", "told"), [(console.Verbosity.NORMAL, "Loading ...\nRunning ...\n"), (console.Verbosity.QUIET, "")]
+    )
+    def test_long_runs_tell_their_steps_in_a_pipe_too(
+        self, verbosity: console.Verbosity, told: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with console.progress(context(verbosity), also_piped=True) as step:
+            step("Loading")
+            step("Running")
+        assert capsys.readouterr() == ("", told)
 
     def test_verbose_progress_is_a_line_per_step_on_stderr(self, capsys: pytest.CaptureFixture[str]) -> None:
         with console.progress(context(console.Verbosity.VERBOSE)) as step:

@@ -76,6 +76,32 @@ def test_generate_stops_before_a_stop_string(tiny_bundle: Path) -> None:
     assert generate(tiny_bundle, "--stop", stop).stdout == text[: text.index(stop)] + "\n"
 
 
+@pytest.mark.parametrize(
+    ("flags", "idle"),
+    [
+        (("--top-p", "0.5"), "--top-p"),
+        (("--top-p", "0.5", "--min-p", "0.1", "--top-k", "3"), "--top-k, --top-p, --min-p"),
+        (("--top-p", "0.5", "--temperature", "1", "--seed", "1"), None),
+        (("--top-p", "1", "--top-k", "0", "--seed", "1"), None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_generate_warns_of_options_without_effect_where_it_is_greedy(tiny_bundle: Path, flags: tuple[str, ...], idle: str | None) -> None:
+    warned = [line for line in generate(tiny_bundle, *flags).stderr.splitlines() if line.startswith("Warning: ")]
+    assert len(warned) == (idle is not None)
+    assert all(f" for {idle} to have an effect, found 0" in line for line in warned)
+
+
+def test_generate_takes_the_other_name_of_the_longest_answer(tiny_bundle: Path) -> None:
+    short = run("generate", tiny_bundle, "--prompt", PROMPT, "--max-tokens", "5")
+    assert short.stderr.startswith("5 tokens; ")
+
+
+def test_quiet_generate_does_not_warn(tiny_bundle: Path) -> None:
+    done = run("--quiet", "generate", tiny_bundle, "--prompt", PROMPT, "--max-new-tokens", "2", "--top-p", "0.5")
+    assert (done.exit_code, "Warning" in done.stderr) == (0, False)
+
+
 def test_verify_passes_line_by_line(tiny_bundle: Path) -> None:
     done = run("verify", tiny_bundle)
     assert done.exit_code == 0, done.stderr
@@ -84,6 +110,8 @@ def test_verify_passes_line_by_line(tiny_bundle: Path) -> None:
     assert {line.split("\t")[-1] for line in lines} == {"ok"}
     assert {line.split("\t")[0] for line in lines} == {"target", "backbone", "head", "generation"}
     assert verdict == f"passed: {len(lines)} of {len(lines)} outputs within bounds"
+    steps = ["Comparing the target graph", "Comparing the backbone graph", "Comparing the head graph", "Comparing speculative generation"]
+    assert done.stderr.splitlines() == [f"{step} ..." for step in ("Checking the bundle's files", "Loading the PyTorch models", *steps)]
 
 
 def test_verify_fails_on_weights_that_are_not_those_of_the_checkpoint(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -143,6 +171,7 @@ def test_export_without_verification_says_so_everywhere(tmp_path: Path) -> None:
     done = run("export", "--ckpt", drafter, "--target", target, "-o", tmp_path / "out" / "bundle", "--skip-verification")
     assert done.exit_code == 0, done.stderr
     assert "not verified (--skip-verification)" in done.stdout
+    assert "Exporting the target graph ..." in done.stderr.splitlines()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["bundle"]
     assert open_bundle(tmp_path / "out" / "bundle", check_hashes=True).manifest.verification is None
     assert "verification: none (exported with --skip-verification)" in run("inspect", tmp_path / "out" / "bundle").stdout

@@ -210,7 +210,7 @@ class TestMemoryPlan:
         [
             (("BUNDLE", "--dtype", "int4"), "Expected --dtype with a checkpoint only"),
             (("BUNDLE", "--target", "x"), "Expected --target with a checkpoint only"),
-            (("BUNDLE", "--context", "99999"), "context must be at most"),
+            (("BUNDLE", "--context", "99999"), "  - --context must be at most"),
             (("BUNDLE", "--memory", "nan"), "'nan' is not a finite number"),
             (("BUNDLE/target.onnx", "--batch", "2"), "Expected a bundle or a checkpoint"),
             (("DRAFTER", "--batch", "2"), "expected the drafter's target"),

@@ -17,7 +17,7 @@ import pytest
 from domino_deploy.bundle import TOKENIZER
 from domino_deploy.errors import MissingDependencyError, RequestError
 from domino_deploy.runtime.choosing import Chooser
-from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, ConstraintCompiler, Matcher, tool_calls
+from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, ConstraintCompiler, Matcher, choices, tool_calls
 from domino_deploy.runtime.decode import generate
 from domino_deploy.runtime.protocols import FloatArray
 from domino_deploy.runtime.requests import GenerationParams
@@ -118,13 +118,58 @@ def test_random_logits_give_json_that_parses_and_validates(tokenizer, compiler, 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_logits_give_any_json_object_and_whitespace_ends(tokenizer, compiler, seed):
+def test_random_logits_give_any_json_object(tokenizer, compiler, seed):
     constraint = Constraint(kind="json_object")
     tokens, reason = answered(EagerToEnd(tokenizer), compiler.matcher(constraint), constraint, seed=seed)
     assert reason == "stop"
     assert isinstance(json.loads(tokenizer.decode(tokens)), dict)
-    assert refused_at(tokenizer, compiler.matcher(constraint), "{" + 40 * " " + '"a": 1}') is None
-    assert refused_at(tokenizer, compiler.matcher(constraint), "{" + 41 * " ") == " "
+
+
+DEEP = {"a": [{"b": [1, {"c": None}]}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        *((json.dumps(DEEP, indent=indent), True) for indent in (None, 1, 2, 4, "\t")),
+        (json.dumps(DEEP, separators=(",", ":")), True),
+        (json.dumps(DEEP, indent=2).replace("\n", "\r\n"), True),
+        ("{\n" + 32 * " " + '"a": []}', True),
+        ("{\n" + 33 * " " + '"a": []}', False),
+        ('{\n\n"a": []}', False),
+        ('{ \n"a": []}', False),
+        ('{"a":  []}', False),
+        ('{"a": []}\n', False),
+        ('\n{"a": []}', False),
+    ],
+)
+def test_white_space_of_json_is_a_blank_or_an_indented_line(tokenizer, compiler, text, is_allowed):
+    a_list = schema({"type": "object", "properties": {"a": {"type": "array"}}, "additionalProperties": False})
+    parameters = {"type": "object", "properties": {"a": {"type": "array"}}}
+    call = tool_calls({"f": parameters}, is_forced=True, is_parallel=False)
+    for constraint, whole in (
+        (a_list, text),
+        (Constraint(kind="json_object"), text),
+        (call, f'<tool_call>\n{{"name": "f", "arguments": {text}}}\n</tool_call>'),
+    ):
+        assert (refused_at(tokenizer, compiler.matcher(constraint), whole) is None) is is_allowed
+
+
+@pytest.mark.parametrize("seed", [None, *range(6)])
+def test_a_choice_is_taken_letter_by_letter_and_ends(tokenizer, compiler, seed):
+    texts = ["a", "ab", 'say "b"\\\n', "日本", "/x+/ %json {}", "\x07"]
+    constraint = choices(texts)
+    tokens, reason = answered(EagerToEnd(tokenizer), compiler.matcher(constraint), constraint, seed=seed)
+    assert reason == "stop"
+    assert tokenizer.decode(tokens) in texts
+    assert [text for text in [*texts, "b", "abc", "", "日"] if refused_at(tokenizer, compiler.matcher(constraint), text) is None] == texts
+
+
+def test_of_thousands_of_choices_the_last_one_can_be_made(tokenizer, compiler):
+    texts = [f"choice {index}" for index in range(3000)]
+    matcher = compiler.matcher(choices(texts))
+    assert refused_at(tokenizer, matcher, texts[-1]) is None
+    assert refused_at(tokenizer, compiler.matcher(choices(texts)), "choice 3000") == "0"
 
 
 def test_a_regular_expression_and_a_grammar_hold_the_whole_answer(tokenizer, compiler):

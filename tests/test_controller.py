@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,13 +45,14 @@ CHANCES: dict[str, Chances] = {
 @pytest.mark.parametrize(("cost", "batch"), list(itertools.product(COSTS, (1, 8))))
 @pytest.mark.parametrize("chances", CHANCES)
 def test_a_run_keeps_up_with_plain_decoding_and_with_the_best_fixed_width(cost: str, batch: int, chances: str) -> None:
-    """0.98 leaves room for what probes and estimates cost, 0.93 for gains too small to be taken too, and where the acceptance changes,
-    0.7 for what goes by until a probe finds out."""
+    """0.98 is for probes and estimates, which cost 0.5 to 1 %.  Gains up to 8 % may be refused (0.94; the least of three seeds was 0.95),
+    and where the acceptance gets better, up to 320 cycles of 750 go by until the next probe.
+    """
     given = {"cost": COSTS[cost], "chances": CHANCES[chances], "batch": batch, "cycles": CYCLES}
     rate = simulate(calibrated(COSTS[cost]), **given).rate  # type: ignore[arg-type]
     fixed = [fixed_rate(width, **given) for width in range(MAX_WIDTH + 1)]  # type: ignore[arg-type]
     assert rate >= 0.98 * fixed[0]
-    assert rate >= (0.7 if chances.startswith("getting") else 0.93) * max(fixed), fixed.index(max(fixed))
+    assert rate >= (0.7 if chances == "getting better" else 0.94) * max(fixed), fixed.index(max(fixed))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -73,25 +73,47 @@ def test_a_drafter_far_behind_is_not_caught_up_for_a_small_gain() -> None:
     def cost(batch: int, width: int) -> float:
         return [10.0, 13.0, *[100.0] * MAX_WIDTH][width]
 
-    costs = calibrate(lambda batch, width: TermsMs(verify=cost(batch, width)), (1,), 2)
-    assert costs.catch_up_ms(1000, 1, 1) == 0.0, "no row cost more than none"
-    controller = calibrated(cost, waiting_row_ms=0.1)
-    assert controller.width([AcceptanceHistory()], waiting=2) == 1
-    assert controller.width([AcceptanceHistory()], waiting=1000) == 0
+    controller = calibrated(cost)
+    assert controller.width([AcceptanceHistory()], waiting_rows=1000) == 1, "what it costs is not known yet"
+    for _ in range(3):
+        controller.observe(drafted_once(width=1, waiting_rows=1002, milliseconds=cost(1, 1) + 100.0))
+    assert controller.width([AcceptanceHistory()], waiting_rows=1000) == 0
+    assert controller.width([AcceptanceHistory()], waiting_rows=2) == 1
 
 
 def test_a_cycle_that_caught_up_says_nothing_of_the_cost_of_others() -> None:
-    def after(waiting: int) -> int:
-        controller = calibrated(gpu_cost, max_width=1, waiting_row_ms=0.1)
-        plain = CycleRecord(batch=1, width=0, tokens=1, terms_ms=TermsMs(verify=gpu_cost(1, 0)))
-        drafted = replace(plain, width=1, drafts=1, proposed=1, accepted=1, reached_per_position=(1,), accepted_per_position=(1,), tokens=2)
+    def after(waiting_rows: int) -> int:
+        controller = calibrated(gpu_cost, max_width=1)
         for _ in range(10):
-            controller.observe(plain)
-            controller.observe(replace(drafted, waiting=waiting, terms_ms=TermsMs(verify=300.0)))
+            controller.observe(CycleRecord(batch=1, width=0, tokens=1, terms_ms=TermsMs(verify=gpu_cost(1, 0))))
+            controller.observe(drafted_once(width=1, waiting_rows=waiting_rows, milliseconds=300.0))
         return controller.width([AcceptanceHistory()])
 
-    assert after(waiting=900) == 1
-    assert after(waiting=1) == 0
+    assert after(waiting_rows=900) == 1
+    assert after(waiting_rows=1) == 0
+
+
+def drafted_once(*, width: int, waiting_rows: int, milliseconds: float) -> CycleRecord:
+    """One sequence, all of whose proposals were accepted."""
+    return CycleRecord(
+        batch=1,
+        width=width,
+        drafts=1,
+        proposed=width,
+        accepted=width,
+        reached_per_position=(1,) * width,
+        accepted_per_position=(1,) * width,
+        tokens=width + 1,
+        waiting_rows=waiting_rows,
+        terms_ms=TermsMs(verify=milliseconds),
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_long_run_of_nothing_but_acceptances_or_refusals_is_no_trouble(batch: int) -> None:
+    for chance in (1.0, 0.0):
+        run = simulate(calibrated(gpu_cost), cost=gpu_cost, chances=always(chance), batch=batch, cycles=1000)
+        assert Counter(run.widths[-100:]).most_common(1)[0][0] == (MAX_WIDTH if chance else 0)
 
 
 def test_batches_that_come_and_go_never_cost_more_than_plain_decoding() -> None:
@@ -206,17 +228,25 @@ def test_a_calibration_that_was_wrong_of_drafting_is_put_right_by_turns_of_both_
     assert costs.ms(8, 0) == pytest.approx(20.0, rel=0.15)
 
 
-def test_calibration_measures_what_a_waiting_row_costs() -> None:
-    behind = 0
-
-    def run(batch: int, width: int) -> TermsMs:
-        nonlocal behind
-        waited, behind = behind, 1 if width else behind + 1
-        return TermsMs(draft=(2.0 + 0.5 * batch * waited if width else 0.0), verify=10.0)
-
-    costs = calibrate(run, (1, 4), 2)
-    assert costs.catch_up_ms(100 + 4 * 2, 4, 1) == pytest.approx(50.0, rel=0.15)
+def test_what_a_waiting_row_costs_is_learnt_from_cycles_that_had_many_to_take_in() -> None:
+    costs = CycleCosts({4: {0: 10.0, 1: 12.0}})
+    assert costs.catch_up_ms(100, 4, 1) == 0.0
+    # One in five is stalled; of 8 rows, each of the four sequences leaves two to every next cycle.
+    for measured in (62.0, 62.0, 1200.0, 62.0, 62.0):
+        assert costs.add(4, 1, measured, waiting_rows=108, sequences=4) == pytest.approx(12.0)
+    assert costs.catch_up_ms(108, 4, 1) == pytest.approx(50.0)
     assert costs.catch_up_ms(8, 4, 1) == 0.0, "what a cycle leaves to the next is part of its cost"
+    assert costs.ms(4, 1) == pytest.approx(12.0)
+
+
+def test_a_stall_after_hours_of_plain_decoding_does_not_shut_drafting_out() -> None:
+    costs = CycleCosts({1: {0: 10.0, 4: 12.0}})
+    for _ in range(20_000):
+        costs.add(1, 0, 10.0)
+    for measured in (1200.0, 12.0, 12.0):  # a probe
+        costs.add(1, 4, measured)
+    assert costs.ms(1, 4) < 1.2 * 12.0
+    assert costs.ms(1, 0) == pytest.approx(10.0, rel=0.15)
 
 
 def test_a_cycle_of_no_time_teaches_nothing() -> None:
@@ -347,10 +377,10 @@ def test_a_record_counts_a_proposal_as_reached_where_the_target_decided_on_it() 
     all_accepted = Step(token_ids=(5, 6, 7, 8), proposed=3, accepted=3)
     ended_inside = Step(token_ids=(5, 6), proposed=3, accepted=2, finish_reason="stop")
     plain = Step(token_ids=(5,))
-    record = CycleRecord.of([refused, all_accepted, ended_inside, plain], batch=5, width=3, waiting=4, terms_ms=TermsMs(verify=1.0))
+    record = CycleRecord.of([refused, all_accepted, ended_inside, plain], batch=5, width=3, waiting_rows=4, terms_ms=TermsMs(verify=1.0))
     assert record.reached_per_position == (3, 3, 1)
     assert record.accepted_per_position == (3, 2, 1)
-    assert (record.drafts, record.proposed, record.accepted, record.tokens, record.waiting) == (3, 9, 6, 9, 4)
+    assert (record.drafts, record.proposed, record.accepted, record.tokens, record.waiting_rows) == (3, 9, 6, 9, 4)
 
 
 def test_a_cycle_that_drafted_nothing_counts_as_plain() -> None:

@@ -53,7 +53,7 @@ sampling_params = st.builds(
 
 @given(
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
-    room=st.integers(0, 12),
+    room=st.integers(1, 12),
     max_new_tokens=st.integers(1, 20),
     stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
     sampling=sampling_params,
@@ -133,15 +133,15 @@ def test_near_the_capacity_fewer_tokens_are_verified_and_every_slot_is_used(draf
     assert steps[-1].finish_reason == "length"
 
 
-def test_a_prompt_that_fills_the_cache_yields_one_token():
-    steps = run(MatchedDrafter(VOCAB), count=3, prompt=[1] * 64)
-    assert len(tokens_of(steps)) == 1
+def test_the_longest_prompt_yields_two_tokens_the_last_of_which_needs_no_row():
+    steps = run(MatchedDrafter(VOCAB), count=3, prompt=[1] * 63)
+    assert len(tokens_of(steps)) == 2
     assert steps[-1].finish_reason == "length"
 
 
 def test_a_prompt_one_token_too_long_is_refused_with_both_numbers():
-    with pytest.raises(CapacityError, match=r"at most 64 tokens.*found 65"):
-        generate(ToyTarget(VOCAB, 64), None, [1] * 65, GenerationParams(), num_speculative_tokens=0)
+    with pytest.raises(CapacityError, match=r"at most 63 tokens, the model length 64 .*found 64"):
+        generate(ToyTarget(VOCAB, 64), None, [1] * 64, GenerationParams(), num_speculative_tokens=0)
 
 
 def test_a_prompt_of_one_token_works():

@@ -40,6 +40,7 @@ MACHINE = Machine(
 GOOD = {
     "cuda-bindings": "13.0.1",
     "domino-deploy": "0.1.0",
+    "h11": "0.16.0",
     "jinja2": "3.1.6",
     "llguidance": "1.7.6",
     "matplotlib": "3.11.2",

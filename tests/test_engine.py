@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from domino_deploy.errors import CapacityError, DrainingError, QueueFullError, RequestError
+from domino_deploy.errors import CapacityError, DrainingError, OutOfRangeError, QueueFullError, RequestError
 from domino_deploy.runtime.engine import Engine, EngineSettings
 from domino_deploy.runtime.requests import GenerationParams, Output, Request
 from tests.support.doubles import ToyTarget
@@ -188,8 +188,8 @@ def test_speculation_is_limited_by_bundle_settings_and_drafter(setting: int | No
     ("prompt", "params", "message"),
     [
         ([], {}, "at least one token"),
-        ([1, 8], {}, r"prompt tokens must lie in \[0, 8\), found 8"),
-        ([1], {"stop_token_ids": (9,)}, r"stop token ids must lie in \[0, 8\), found 9"),
+        ([1, 8], {}, r"prompt_ids must be token ids in \[0, 8\), found 8"),
+        ([1], {"stop_token_ids": (9,)}, r"stop_token_ids must be token ids in \[0, 8\), found 9"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_at_once(start, prompt, params, message):
@@ -238,7 +238,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(start):
 
 
 def test_settings_out_of_range_are_refused_all_at_once():
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(OutOfRangeError, match="Expected values in range, found 5 out of it") as caught:
         EngineSettings(max_sequences=0, max_queued=-1, prefill_rows=True, num_speculative_tokens=-2, adaptive=1)  # type: ignore[arg-type]
     for name in ("max_sequences", "max_queued", "prefill_rows", "num_speculative_tokens", "adaptive"):
         assert name in str(caught.value)

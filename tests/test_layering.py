@@ -22,6 +22,7 @@ FILES = BASE | CHECKPOINT | READERS | {"aside", "bundle", "config_json", "pairin
 ENGINES = {"engine_checks", "engine_choice", "engine_signatures", "engines", "tensorrt_libraries"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__version__": set(),
+    "__main__": {"cli"},
     "errors": set(),
     "aside": set(),
     "config": {"errors"},

@@ -13,7 +13,7 @@ from domino_deploy.bundle import open_bundle
 from domino_deploy.checkpoint import open_drafter, open_target
 from domino_deploy.checkpoint_config import target_config as parse_target
 from domino_deploy.config import DrafterConfig, DrafterKind, TargetConfig
-from domino_deploy.errors import RequestError
+from domino_deploy.errors import OutOfRangeError, RequestError
 from domino_deploy.exporters.placement import Placement
 from domino_deploy.exporters.stored import stored_tensors
 from domino_deploy.exporters.weights import write_weights
@@ -199,6 +199,6 @@ class TestPlan:
         assert largest_context(pair, {"weights": 100}, 99, batch=1) == 0
 
     def test_values_out_of_range_are_all_named(self) -> None:
-        with pytest.raises(RequestError, match="batch must be at least 1, found 0") as caught:
+        with pytest.raises(OutOfRangeError, match="batch must be at least 1, found 0") as caught:
             plan_memory(Pair(target=QWEN3_4B, drafter=None), {}, batch=0, context=40961)
         assert "context must be at most 40960, the models' positions, found 40961" in str(caught.value)

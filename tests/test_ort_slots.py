@@ -168,15 +168,15 @@ def test_rows_wait_for_the_drafter_until_it_drafts(slots):
     tokens.append(7)
     waiting = []
     for count in (0, 0, 5, 0, 5):
-        waiting.append(pair.rows(0).waiting)
+        waiting.append(pair.rows(0).waiting_rows)
         one_cycle(pair, 0, tokens, count, 1)
         tokens.append(7)
     assert waiting == [40, 41, 42, 1, 2]
     pair.copy(0, 1, 44)
-    assert (pair.rows(1).waiting, row_counts(pair, 1)) == (0, (44, 44))
+    assert (pair.rows(1).waiting_rows, row_counts(pair, 1)) == (0, (44, 44))
     lookup = slots(with_drafter=False, prompt_lookup=True)
     begin(lookup, 0, tokens_of(40))
-    assert lookup.rows(0).waiting == 0
+    assert lookup.rows(0).waiting_rows == 0
 
 
 def test_a_copy_leaves_its_source_as_it_was(slots):

@@ -191,6 +191,25 @@ def test_bytes_that_never_become_a_character_do_not_hold_the_answer_back():
     assert "".join(token.text for token in (*tokens, *stream.finish())) == REPLACEMENT * 100
 
 
+@pytest.mark.parametrize("ends_with_stop_token", [False, True])
+@pytest.mark.parametrize("beginning", [b"a", "é".encode()[:1], b""])
+def test_a_long_run_of_bytes_that_are_no_text_may_end_anywhere(beginning: bytes, ends_with_stop_token: bool) -> None:
+    """Of such a run, some tokens are given out while the last ones are held: each way to end must find those still there."""
+    first, broken = PIECES.index(beginning), PIECES.index("é".encode()[:1])
+    params = GenerationParams(stop_token_ids=(STOP,))
+    for length in range(1, 70):
+        token_ids = [first, *[broken] * length]
+        stream = OutputStream(decode, params)
+        released = [token for token_id in token_ids for token in stream.push(Step(token_ids=(token_id,))).tokens]
+        if ends_with_stop_token:
+            released += stream.push(Step(token_ids=(STOP,), finish_reason="stop")).tokens
+            token_ids.append(STOP)
+        else:
+            released += stream.finish()
+        assert [token.token_id for token in released] == token_ids
+        assert "".join(token.text for token in released) == decode([token for token in token_ids if token != STOP])
+
+
 def test_the_text_of_a_real_tokenizer_goes_to_the_tokens_that_complete_it(tmp_path):
     write_tokenizer(tmp_path, 300)
     tokenizer = Tokenizer(tmp_path / TOKENIZER)

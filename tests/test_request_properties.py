@@ -98,7 +98,7 @@ requests = st.builds(
 @given(
     params=requests,
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
-    room=st.integers(0, 30),
+    room=st.integers(1, 30),
     width=st.integers(1, 6),
     script=st.lists(st.integers(0, VOCAB - 1) | st.just(-1) | st.just(-1) | st.just(-2), min_size=1, max_size=10),
 )

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from domino_deploy.errors import RequestError, VerificationError
+from domino_deploy.errors import OutOfRangeError, VerificationError
 from domino_deploy.runtime.sampling import MAX_SEED, Sampler, SamplingParams, distribution, inverse_cdf, uniform
 
 
@@ -147,7 +147,7 @@ def test_logits_that_are_all_minus_infinity_are_an_error():
     ],
 )
 def test_a_value_out_of_range_is_named(name, value):
-    with pytest.raises(RequestError, match=f"{name} must be .*found {value!r}"):
+    with pytest.raises(OutOfRangeError, match=f"{name} must be .*found {value!r}"):
         SamplingParams(**{name: value})
 
 
@@ -176,10 +176,11 @@ def test_the_nucleus_of_a_large_vocabulary_is_that_of_its_definition(scale, top_
         ({-1: 0.0}, "found -1"),
         ({"1": 0.0}, "found '1'"),
         ({1: float("nan")}, "nan"),
+        ({-1: 0.0, 1: 101.0}, "found -1; must be .*101.0 for token 1"),
     ],
 )
 def test_a_bias_out_of_range_is_named_with_its_token(bias, found):
-    with pytest.raises(RequestError, match=rf"logit_bias must be .*{found}"):
+    with pytest.raises(OutOfRangeError, match=rf"logit_bias must be .*{found}"):
         SamplingParams(logit_bias=bias)
 
 
@@ -190,6 +191,6 @@ def test_params_with_a_bias_have_a_hash_and_compare_by_it():
 
 
 def test_all_bad_values_are_named_at_once():
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(OutOfRangeError, match="Expected values in range, found 5 out of it") as caught:
         SamplingParams(temperature=-1, top_k=-1, top_p=0, min_p=2, seed=-1)
     assert all(name in str(caught.value) for name in ("temperature", "top_k", "top_p", "min_p", "seed"))

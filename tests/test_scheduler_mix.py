@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -165,3 +166,27 @@ def test_no_slot_is_lost_after_500_requests(seed):
     assert served.scheduler.snapshot().running == 3
     served.run()
     assert all(len(served.answers[f"last {number}"].tokens) == 20 for number in range(3))
+
+
+def test_a_request_whose_last_output_cannot_be_made_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A decoder that fails once the request is cancelled: others go on, and are told nothing of it."""
+    is_broken = False
+
+    def failing_decode(token_ids: Sequence[int]) -> str:
+        if is_broken:
+            raise ValueError("no such text")
+        return "\ufffd"  # inside a character for ever: something is held back
+
+    served = bench(ToyPair(2), decode=failing_decode)
+    cancelled = served.submit("cancelled", [1, 2, 3], max_new_tokens=50, ignore_eos=True)
+    for _ in range(3):
+        served.scheduler.step()
+    served.scheduler.cancel("cancelled")
+    is_broken = True
+    served.scheduler.step()
+    assert cancelled.finish_reason == "error"
+    assert "request cancelled" in caplog.text
+    is_broken = False
+    after = served.submit("after", [1, 2, 3], max_new_tokens=5, ignore_eos=True)
+    served.run()
+    assert after.finish_reason == "length"

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from domino_deploy.cli import main
+from domino_deploy.cli.ranges import TokenCount
 from tests.support.serve_command import invoke
 
 
@@ -49,12 +51,26 @@ def logging_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--num-speculative-tokens", "2"], "bundle", 2),
         (["--speculative-config", '{"method": "domino", "num_speculative_tokens": 3}'], "bundle", 3),
         (["--speculative-config", '{"method": "ngram"}'], "prompt-lookup", None),
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'],
+            "prompt-lookup",
+            3,
+        ),
     ],
 )
 def test_speculation(tiny_bundle: Path, opened: dict[str, Any], flags: list[str], drafter: str, count: int | None) -> None:
     done = invoke(tiny_bundle, "--port", 0, *flags)
     assert done.exit_code == 0, done.output
     assert (opened["drafter"], opened["settings"].num_speculative_tokens) == (drafter, count)
+
+
+def test_a_flag_that_the_environment_sets_to_false_asks_for_nothing(
+    tiny_bundle: Path, opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOMINO_DEPLOY_SERVE_NO_SPECULATION", "false")
+    done = invoke(tiny_bundle, "--port", 0, "--drafter", "prompt-lookup")
+    assert done.exit_code == 0, done.output
+    assert opened["drafter"] == "prompt-lookup"
 
 
 @pytest.mark.parametrize(
@@ -67,11 +83,11 @@ def test_speculation(tiny_bundle: Path, opened: dict[str, Any], flags: list[str]
     ],
 )
 def test_an_upper_limit_above_what_there_is_is_said_in_one_line(
-    tiny_bundle: Path, opened: dict[str, Any], flags: list[str], note: str | None
+    tiny_bundle: Path, opened: dict[str, Any], caplog: pytest.LogCaptureFixture, flags: list[str], note: str | None
 ) -> None:
     done = invoke(tiny_bundle, "--port", 0, *flags)
     assert done.exit_code == 0, done.output
-    notes = [line for line in done.stderr.splitlines() if line.startswith("Note: ")]
+    notes = caplog.messages
     assert len(notes) == (note is not None)
     assert note is None or note in notes[0]
     assert "40 per cycle" not in done.stdout
@@ -95,13 +111,12 @@ def test_an_upper_limit_above_what_there_is_is_said_in_one_line(
     ],
 )
 def test_the_plan_says_how_many_requests_run_together(
-    tiny_bundle: Path, opened: dict[str, Any], flags: list[str], slots: str, note: str | None
+    tiny_bundle: Path, opened: dict[str, Any], caplog: pytest.LogCaptureFixture, flags: list[str], slots: str, note: str | None
 ) -> None:
     done = invoke(tiny_bundle, "--port", 0, *flags)
     assert done.exit_code == 0, done.output
     assert slots in next(line for line in done.stdout.splitlines() if line.startswith("slots"))
-    assert (note or "") in done.stderr
-    assert ("Note" in done.stderr) == (note is not None)
+    assert caplog.messages == ([] if note is None else [note])
 
 
 def test_a_provider_that_batches_nothing_gets_one_slot(tiny_bundle: Path, opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +138,7 @@ def test_no_drafted_tokens_are_plain_decoding_in_the_plan(tiny_bundle: Path, ope
 
 def test_keys_come_from_flags_files_and_the_environment(tiny_bundle: Path, opened: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("c\nd\n")
-    invoke(tiny_bundle, "--port", 0, "--api-key-file", tmp_path / "keys", DOMINO_DEPLOY_SERVE_API_KEY="a b")
+    invoke(tiny_bundle, "--port", 0, "--api-key-file", tmp_path / "keys", DOMINO_DEPLOY_SERVE_API_KEY="a\n b \n")
     assert opened["server"].api_keys == ("a", "b", "c", "d")
 
 
@@ -133,15 +148,43 @@ def test_allowed_hosts(tiny_bundle: Path, opened: dict[str, Any]) -> None:
     assert opened["server"].allowed_hosts == ("a.example", "b.example")
 
 
-def test_a_server_open_to_the_network_without_a_key_is_warned_of(tiny_bundle: Path, opened: dict[str, Any]) -> None:
-    done = invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0")
-    assert "Warning: 0.0.0.0 can be reached" in done.stderr
-    assert "Warning" not in invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0", "--api-key", "k").stderr
+def test_a_server_open_to_the_network_without_a_key_is_warned_of(
+    tiny_bundle: Path, opened: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for quiet in ([], ["-q"]):
+        CliRunner().invoke(main, [*quiet, "serve", str(tiny_bundle), "--port", "0", "--host", "0.0.0.0"])
+        (record,) = caplog.records
+        assert (record.levelname, record.message[:22]) == ("WARNING", "0.0.0.0 can be reached")
+        caplog.clear()
+    invoke(tiny_bundle, "--port", 0, "--host", "0.0.0.0", "--api-key", "k")
+    assert not caplog.records
 
 
-def test_more_memory_than_there_is_is_warned_of(tiny_bundle: Path, opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_than_there_is_is_warned_of(
+    tiny_bundle: Path, opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("domino_deploy.cli.serve.free_memory", lambda: 1000)
-    assert "Warning: expected at least" in invoke(tiny_bundle, "--port", 0).stderr
+    invoke(tiny_bundle, "--port", 0)
+    assert "Expected at least" in caplog.text
+
+
+@pytest.mark.parametrize(("typed", "length"), [("96", 96), ("0.1k", None), ("32k", 32_000), ("32K", 32_768), ("1m", 10**6), ("k", None)])
+def test_numbers_of_tokens_may_end_as_vllms(typed: str, length: int | None) -> None:
+    tokens = TokenCount(min=1)
+    if length is None:
+        with pytest.raises(click.BadParameter, match="not a valid integer"):
+            tokens.convert(typed, None, None)
+    else:
+        assert tokens.convert(typed, None, None) == length
+
+
+def test_variables_of_no_option_are_warned_of(tiny_bundle: Path, opened: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    invoke(tiny_bundle, "--port", 0, DOMINO_DEPLOY_SERVE_PROT="1", DOMINO_DEPLOY_SERVE_THREADS="1", DOMINO_DEPLOY_SERVE_ZZZ="1")
+    assert caplog.messages == [
+        "Expected environment variables of options alone, found DOMINO_DEPLOY_SERVE_PROT, which is ignored. "
+        "DOMINO_DEPLOY_SERVE_PORT may have been meant.",
+        "Expected environment variables of options alone, found DOMINO_DEPLOY_SERVE_ZZZ, which is ignored. Unset it.",
+    ]
 
 
 def test_quiet_leaves_the_plan_out(tiny_bundle: Path, opened: dict[str, Any]) -> None:

@@ -75,8 +75,9 @@ def start(tiny_bundle: Path, tmp_path: Path) -> Iterator[Callable[..., Process]]
             process.process.wait()
 
 
-def test_it_serves_drains_a_stream_on_sigterm_and_exits_with_0(start: Callable[..., Process]) -> None:
-    flags = ("--api-key", "k1", "--max-num-seqs", "2", "--fixed-width")
+def test_it_serves_drains_a_stream_on_sigterm_and_exits_with_0(start: Callable[..., Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOMINO_DEPLOY_SERVE_PROT", "1")
+    flags = ("--api-key", "k1", "--max-num-seqs", "2", "--fixed-width", "--num-speculative-tokens", "40")
     server = start("--log-format", "json", "--log-level", "debug", *flags)
     key = {"Authorization": "Bearer k1"}
     plan = server.out.read_text()
@@ -98,6 +99,10 @@ def test_it_serves_drains_a_stream_on_sigterm_and_exits_with_0(start: Callable[.
     assert text == whole["choices"][0]["text"]
     logged = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert "uvicorn.error" in {line["logger"] for line in logged}  # its lines take the same form
+    warned = [line["message"] for line in logged if line["level"] == "warning"]
+    assert "DOMINO_DEPLOY_SERVE_PROT" in warned[0]
+    assert "40 is the same as" in warned[1]
+    assert logged[-1]["message"].startswith("Ended: ")
     of_requests = {line["request_id"]: line for line in logged if line["message"] == "request"}
     for name in ("whole", "streamed"):
         expected = {"model": "tiny", "status": 200, "finish_reason": "length", "prompt_tokens": whole["usage"]["prompt_tokens"]}
@@ -119,6 +124,14 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Process]) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 128 + signal.SIGTERM
     assert time.monotonic() - began < 20  # its answer had twice as much to go
+
+
+UNUSABLE = [
+    ("--cors-origin", "example.com"),
+    ("--allowed-host", "a.example:8000"),
+    ("--api-key", "schl\u00fcssel"),
+    ("--chat-template-kwargs", '{"tools":1}'),
+]
 
 
 class TestRefusals:
@@ -155,15 +168,16 @@ class TestRefusals:
         [
             (["--port", "99999"], "'--port': 99999 is not in the range"),
             (["--max-num-seqs", "100000000"], "'--max-num-seqs': 100000000 is not in the range 1<=x<=1024"),
-            (["--api-key", "a b"], "API keys must be visible ASCII"),
-            (["--cors-origin", "example.com"], "CORS origin"),
-            (["--allowed-host", "http://a.example"], "allowed host"),
+            (["--api-key", "a b"], "found 1 of 1 that are not"),
+            (["--allowed-host", "http://a.example"], "found 'http://a.example'"),
             (["--chat-template-kwargs", "[]"], "--chat-template-kwargs"),
             (["--chat-template-kwargs", '{"messages": 1}'], "found messages, which the server sets itself"),
-            (["--chat-template-kwargs", '{"tools": [], "chat_template": ""}'], "found chat_template, which the server sets itself"),
+            (["--chat-template-kwargs", '{"tools": [], "chat_template": ""}'], "found tools, chat_template, which the server sets itself"),
             (["--speculative-config", "{"], "--speculative-config as a JSON object"),
             (["--speculative-config", '{"method": "eagle"}'], "expected domino"),
             (["--speculative-config", '{"method": "domino", "model": "x", "num_speculative_tokens": -1}'], "model: not a field"),
+            (["--speculative-config", '{"method": "ngram", "prompt_lookup_max": 4}'], "prompt_lookup_max: expected 3, which is fixed here"),
+            (["--speculative-config", '{"prompt_lookup_min": 1}'], "prompt_lookup_min: expected for the method ngram alone"),
             (["--speculative-config", "{}", "--no-speculation"], "--no-speculation"),
             (["--drafter", "none", "--no-speculation"], "at most one of"),
         ],
@@ -173,23 +187,77 @@ class TestRefusals:
         assert done.exit_code == 2, done.output
         assert words in done.output
 
-    def test_more_than_this_target_or_machine_has_is_told_by_its_option(self, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from domino_deploy.runtime import engine, opening
+    def test_a_provider_of_another_backend_is_refused_before_the_plan(self, tiny_bundle: Path) -> None:
+        done = invoke(tiny_bundle, "--port", 0, "--backend", "eager", "--provider", "cuda")
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "found cuda for eager" in done.stderr
 
-        def checked(bundle: Path, **choices: Any) -> Any:
-            opening.checked_bundle(bundle, choices["backend"], choices["provider"], choices["drafter"], choices["max_model_len"], 1)
-            pytest.fail("it was let through")
-
-        monkeypatch.setattr(engine.Engine, "open", staticmethod(checked))
-        done = invoke(tiny_bundle, "--port", 0, "--max-model-len", 100000)
-        assert done.exit_code == 2
+    @pytest.mark.parametrize("length", ["100000", "100k"])
+    def test_more_than_this_target_has_is_told_by_its_option_before_the_plan(self, tiny_bundle: Path, length: str) -> None:
+        done = invoke(tiny_bundle, "--port", 0, "--max-model-len", length)
+        assert (done.exit_code, done.stdout) == (2, "")
         assert "--max-model-len must lie in [1, " in done.stderr
         assert "found 100000" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--max-num-batched-tokens", "2048"], "found --max-num-batched-tokens. It is vLLM's; here it is --prefill-rows, for"),
+            (["--max_num_batched_tokens=2048"], "here it is --prefill-rows"),
+            (["--ssl-keyfile", "x"], "there is none here: put a proxy with TLS in front."),
+            (["-np", "4"], "found -np. It is llama-server's; here it is --max-num-seqs."),
+            (["-tp", "2"], "found -tp. It is vLLM's; there is none here: one process serves on one device."),
+            (["-c", "4096"], "found -c. It is llama-server's; here it is --max-model-len"),
+            (["-m", "x", "-md", "y"], "found -m. It is llama-server's; here it is BUNDLE"),
+        ],
+    )
+    def test_options_of_other_servers_are_told_what_stands_in_their_place(self, tiny_bundle: Path, flags: list[str], words: str) -> None:
+        done = invoke(tiny_bundle, *flags)
+        assert done.exit_code == 2
+        assert words in done.stderr
+        assert "Did you mean" not in done.stderr
+
+    def test_an_option_of_nobody_is_still_guessed_at(self, tiny_bundle: Path) -> None:
+        assert "--max-queue" in invoke(tiny_bundle, "--max-quue", "1").stderr
+
+    @pytest.mark.parametrize("value", ["", " ", "\n\t"])
+    @pytest.mark.parametrize("variable", ["DOMINO_DEPLOY_SERVE_API_KEY", "DOMINO_DEPLOY_SERVE_API_KEY_FILE"])
+    @pytest.mark.parametrize("flags", [[], ["--host", "0.0.0.0"]])
+    def test_a_variable_for_keys_without_any_does_not_open_the_server(
+        self, tiny_bundle: Path, variable: str, value: str, flags: list[str]
+    ) -> None:
+        done = invoke(tiny_bundle, *flags, **{variable: value})
+        assert done.exit_code == 2
+        assert f"Expected API keys by the environment variable {variable}, found it empty." in done.stderr
+
+    def test_a_key_with_a_space_in_a_variable_is_one_bad_key(self, tiny_bundle: Path) -> None:
+        done = invoke(tiny_bundle, DOMINO_DEPLOY_SERVE_API_KEY="my key")
+        assert done.exit_code == 2
+        assert "found 1 of 1 that are not" in done.stderr
 
     def test_a_key_file_must_hold_keys(self, tiny_bundle: Path, tmp_path: Path) -> None:
         (tmp_path / "keys").write_text("\n \n")
         assert "found none" in invoke(tiny_bundle, "--api-key-file", tmp_path / "keys").output
         assert "unreadable" in invoke(tiny_bundle, "--api-key-file", tmp_path / "missing").output
+        (tmp_path / "keys").write_text("good\nnot good\n")
+        done = invoke(tiny_bundle, "--api-key-file", tmp_path / "keys")
+        assert done.exit_code == 2
+        assert "found 1 of 2 that are not. Correct --api-key-file." in done.output
+        assert "not good" not in done.output
+
+    @pytest.mark.parametrize(("option", "value"), [*UNUSABLE, ("--served-model-name", " ")])
+    def test_a_text_that_cannot_be_used_is_told_by_its_option(self, tiny_bundle: Path, option: str, value: str) -> None:
+        done = invoke(tiny_bundle, option, value)
+        assert done.exit_code == 2
+        assert f"  - {option} must " in done.stderr
+
+    @pytest.mark.parametrize(("option", "value"), UNUSABLE)
+    def test_and_by_its_variable_where_it_comes_from_there(self, tiny_bundle: Path, option: str, value: str) -> None:
+        variable = f"DOMINO_DEPLOY_SERVE_{option.strip('-').upper().replace('-', '_')}"
+        done = invoke(tiny_bundle, **{variable: value})
+        assert done.exit_code == 2
+        assert f"  - {option} must " in done.stderr
+        assert f"{option} was read from the environment variable {variable}." in done.stderr
 
     def test_no_bundle_is_exit_code_4(self, tmp_path: Path) -> None:
         assert invoke(tmp_path).exit_code == 4

@@ -65,7 +65,7 @@ BAD_FIELDS: list[tuple[str, str, Any, str]] = [
     (CHAT, "seed", 1.5, "seed"),
     (CHAT, "seed", 10**30, "seed"),
     (CHAT, "seed", -(2**63) - 1, "seed"),
-    (PLAIN, "max_tokens", -1, "max_tokens"),
+    (PLAIN, "max_tokens", -2, "max_tokens"),
     (PLAIN, "max_tokens", "16", "max_tokens"),
     (PLAIN, "max_tokens", 0, "max_tokens"),
     (PLAIN, "max_tokens", 2**40, "max_tokens"),
@@ -80,7 +80,6 @@ BAD_FIELDS: list[tuple[str, str, Any, str]] = [
     (CHAT, "logit_bias", {"300": 1}, "logit_bias"),
     (CHAT, "logit_bias", {str(token): 1 for token in range(1025)}, "logit_bias"),
     (CHAT, "logit_bias", [1], "logit_bias"),
-    (CHAT, "stop", "", "stop"),
     (CHAT, "stop", ["a", ""], "stop[1]"),
     (CHAT, "stop", [str(number) for number in range(17)], "stop"),
     (CHAT, "stop", 7, "stop"),
@@ -107,8 +106,13 @@ BAD_FIELDS: list[tuple[str, str, Any, str]] = [
     (CHAT, "modalities", ["text", "audio"], "modalities"),
     (CHAT, "functions", [{"name": "f"}], "functions"),
     (CHAT, "prompt_logprobs", 1, "prompt_logprobs"),
-    (CHAT, "guided_json", {"type": "object"}, "guided_json"),
-    (PLAIN, "structured_outputs", {"regex": "a"}, "structured_outputs"),
+    (CHAT, "guided_grammar", 'root ::= "a"', "guided_grammar"),
+    (PLAIN, "structured_outputs", {"grammar": 'root ::= "a"'}, "structured_outputs.grammar"),
+    (CHAT, "structured_outputs", {"json": {}, "disable_any_whitespace": True}, "structured_outputs.disable_any_whitespace"),
+    (CHAT, "reasoning", {"effort": "high"}, "reasoning"),
+    (CHAT, "thinking", {"type": "enabled"}, "thinking"),
+    (PLAIN, "prompt_embeds", "AAAA", "prompt_embeds"),
+    (CHAT, "num_speculative_tokens", 3, "num_speculative_tokens"),
     (PLAIN, "use_beam_search", True, "use_beam_search"),
     (PLAIN, "return_tokens_as_token_ids", True, "return_tokens_as_token_ids"),
     (CHAT, "echo", True, "echo"),
@@ -158,6 +162,16 @@ BAD_FIELDS: list[tuple[str, str, Any, str]] = [
         for schema in (True, False, "object", None)
     ),
     (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": ["x" * 2**16]}}}, "response_format"),
+    (PLAIN, "structured_outputs", {"jsn": {}}, "structured_outputs"),
+    (CHAT, "structured_outputs", {"regex": "a", "choice": ["a"]}, "structured_outputs"),
+    (CHAT, "structured_outputs", {"regex": ["a"]}, "structured_outputs.regex"),
+    (CHAT, "structured_outputs", {"choice": []}, "structured_outputs.choice"),
+    (CHAT, "structured_outputs", {"choice": ["a", ""]}, "structured_outputs.choice[1]"),
+    (CHAT, "structured_outputs", {"choice": ["x" * 2**15] * 2}, "structured_outputs"),
+    (PLAIN, "guided_choice", "a", "guided_choice"),
+    (PLAIN, "guided_choice", ["a"] * 4097, "guided_choice"),
+    (PLAIN, "guided_json", True, "guided_json"),
+    (PLAIN, "guided_regex", "", "guided_regex"),
     (CHAT, "tools", [{"type": "retrieval"}], "tools[0].type"),
     (CHAT, "tools", [{"type": "function", "function": {"name": "no blanks"}}], "tools[0].function.name"),
     (CHAT, "tools", [TOOL, TOOL], "tools"),
@@ -191,11 +205,18 @@ def test_a_bad_field_is_a_400_that_names_it(client: TestClient, path: str, field
 TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     (CHAT, {"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
-    (CHAT, {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    (CHAT, {"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
     (CHAT, {"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "required", "guided_choice": ["a"]}, "guided_choice"),
+    (CHAT, {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    (CHAT, {"response_format": SCHEMA, "guided_json": {}}, "guided_json"),
+    (CHAT, {"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    (CHAT, {"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
     (CHAT, {"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
+    (CHAT, {"ignore_eos": True, "guided_regex": "a"}, "ignore_eos"),
     (CHAT, {"ignore_eos": True, "tools": [TOOL], "tool_choice": "required"}, "ignore_eos"),
 ]
 
@@ -243,6 +264,51 @@ BAD_TEXTS: list[tuple[str, bytes, str | None]] = [
 def test_what_is_not_strict_json_is_a_400(client: TestClient, text: bytes, param: str | None) -> None:
     error = error_of(client.post(PLAIN, content=text, headers={"content-type": "application/json"}), 400)
     assert error["param"] == param
+
+
+LONG = "n" * 2 * 10**6
+# Of a client's own making, and as long as it likes: wherever it stands, the answer and the log stay short.
+LONG_NAMES: list[tuple[str, dict[str, Any]]] = [
+    ("too deep", {LONG: json.loads("[" * 70 + "]" * 70)}),
+    ("unknown", {LONG: 1, "temperature": "x"}),
+    ("a lone surrogate's place", {"metadata": {LONG: "\ud800"}}),
+    ("a lone surrogate, deep", {"metadata": json.loads('{"a long name of a level": ' * 60 + '"\\ud800"' + "}" * 60)}),
+    ("a bias", {"logit_bias": {LONG: 1}}),
+    ("a bias out of range", {"logit_bias": {LONG: 1000}}),
+    ("a not honoured value", {"grammar": LONG}),
+    ("a not honoured object", {"options": {LONG: LONG}}),
+    ("a model", {"model": LONG}),
+    ("a role", {"messages": [{"role": LONG, "content": "Hello"}]}),
+    ("arguments", {"messages": message(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": LONG}}])}),
+    ("an expression", {"structured_outputs": {"regex": LONG}}),
+    ("a tool's name", {"tools": [{"type": "function", "function": {"name": LONG}}]}),
+    ("the tool to call", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": LONG}}}),
+    ("tools twice", {"tools": [{"type": "function", "function": {"name": f"{number % 60}{'n' * 60}"}} for number in range(120)]}),
+]
+
+
+@pytest.mark.parametrize("fields", [case[1] for case in LONG_NAMES], ids=[case[0] for case in LONG_NAMES])
+def test_no_text_of_a_client_comes_back_at_length(client: TestClient, fields: dict[str, Any]) -> None:
+    content = json.dumps({**BODIES[CHAT], **fields}).encode()
+    answer = client.post(CHAT, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 2000
+    assert len(error_of(answer, answer.status_code)["param"] or "") <= 300
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"seed": ' + b"1" * 5000 + b"}", "found: an integer of thousands of digits."),
+        (b'{"prompt": "\xff"}', "found: a byte that is not UTF-8, number 12."),
+        (b"\xef\xbb\xbf{}", "found: a byte order mark in front of it."),
+        (b'{"seed": NaN}', "found: the number NaN, which JSON does not have."),
+        (b'{"a": 1, "a": 2}', "found: duplicate key(s) 'a'."),
+    ],
+)
+def test_what_is_wrong_with_the_text_is_said_in_words_for_clients(client: TestClient, text: bytes, words: str) -> None:
+    error = error_of(client.post(PLAIN, content=text, headers={"content-type": "application/json"}), 400)
+    assert words in error["message"]
 
 
 @pytest.mark.parametrize("header", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1", None])

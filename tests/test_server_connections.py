@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+import inspect
+import logging
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from unittest.mock import Mock, PropertyMock
 
+import h11
 import pytest
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from domino_deploy.server.app import create_app
-from domino_deploy.server.connections import ServerConfig
+from domino_deploy.server.connections import Connection, ServerConfig
 from domino_deploy.server.settings import ServerSettings
 from tests.support.idle_engine import IdleEngine
-from tests.support.loopback import served
+from tests.support.raw_client import BODY, GET, GET_WITH_BODY, PATIENCE, POST, connected, error_of, one_answer, to_the_end
 
 SHORT = 0.3  # seconds that a client gets here
-LONG = 600.0  # far more than a test takes
-PATIENCE = 60.0
-POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
-BODY = b'{"prompt": "a"}'
-GET_WITH_BODY = b"GET /version HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
-GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-@contextmanager
-def connected(bundle: Path, **settings: Any) -> Iterator[socket.socket]:
-    """A connection to a server that is set up as `serve` does it."""
-    chosen = ServerSettings(**{"head_seconds": LONG, "body_seconds": LONG, **settings})
-    app = create_app(IdleEngine(bundle), chosen)  # type: ignore[arg-type]
-    with served(app, config=ServerConfig(app, chosen)) as url:
-        address = urlsplit(url)
-        assert address.hostname is not None
-        assert address.port is not None
-        with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as client:
-            yield client
-
-
-def to_the_end(client: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    return b"".join(iter(lambda: client.recv(4096), b""))
-
-
-def one_answer(client: socket.socket) -> bytes:
-    """An answer of which the connection goes on."""
-    found = b""
-    while not found.endswith(b"}"):
-        found += client.recv(4096)
-    return found
 
 
 def dribbled(client: socket.socket, piece: bytes) -> bytes:
@@ -72,15 +43,26 @@ def dribbled(client: socket.socket, piece: bytes) -> bytes:
     raise AssertionError("the server does not close")
 
 
-def error_of(answer: bytes, status: int) -> dict[str, Any]:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 %d " % status), answer
-    assert b"connection: close" in head.lower()
-    error: dict[str, Any] = json.loads(body)["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["message"].startswith("Expected ")
-    assert ", found " in error["message"]
-    return error
+def written_by(bundle: Path, sent: bytes, size: int) -> bytes:
+    """What a connection with a limit of 1500 bytes for heads writes at once, without an application, to `sent` in pieces of `size`."""
+
+    async def fed() -> bytes:
+        settings = ServerSettings(max_header_bytes=1500)
+        transport = Mock(asyncio.Transport)
+        transport.is_closing.return_value = False
+        transport.get_extra_info.return_value = None
+        connection = Connection(ServerConfig(create_app(IdleEngine(bundle), settings), settings), ServerState(), {})  # type: ignore[arg-type]
+        connection.connection_made(transport)
+        for start in range(0, len(sent), size):
+            connection.data_received(sent[start : start + size])
+            if transport.close.called:
+                break
+        written = b"".join(call.args[0] for call in transport.write.call_args_list)
+        connection.connection_lost(None)
+        await asyncio.gather(*connection.tasks)
+        return written
+
+    return asyncio.run(fed())
 
 
 class TestHeads:
@@ -137,8 +119,50 @@ class TestHeads:
     def test_one_of_just_the_limit_passes(self, tiny_bundle: Path) -> None:
         head = b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-Long: "
         with connected(tiny_bundle, max_header_bytes=1500) as client:
-            client.sendall(head + b"a" * (1500 - len(head) - 2) + b"\r\n\r\n")
+            client.sendall(head + b"a" * (1500 - len(head) - 4) + b"\r\n\r\n")
             assert one_answer(client).startswith(b"HTTP/1.1 200 ")
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 7, 5000])
+    @pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n\n"])
+    def test_the_limit_is_the_same_to_the_byte_in_pieces_of_any_size(self, tiny_bundle: Path, size: int, end: bytes) -> None:
+        head = end[: len(end) // 2].join([b"GET /version HTTP/1.1", b"Host: localhost", b"X-Long: "])
+        for length, is_refused in ((1500, False), (1501, True)):
+            sent = head + b"a" * (length - len(head) - len(end)) + end
+            assert (b"431" in written_by(tiny_bundle, sent, size)) == is_refused, length
+
+    def test_the_bytes_of_a_head_are_not_copied_again_for_each_that_follows(
+        self, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = PropertyMock(return_value=(b"", False))
+        monkeypatch.setattr(h11.Connection, "trailing_data", looks)
+        assert b"431" in written_by(tiny_bundle, b"GET /version HTTP/1.1\r\nX-Long: " + b"a" * 1500, 1)
+        assert looks.call_count == 1
+
+    def test_a_long_head_that_comes_before_the_answer_to_another_request_is_refused_after_it(self, tiny_bundle: Path) -> None:
+        with connected(tiny_bundle, max_header_bytes=1500) as client:
+            client.sendall(GET + GET[:-2] + b"X-Long: " + b"a" * 2000 + b"\r\n\r\n" + GET)
+            first, _, rest = to_the_end(client).partition(b"}")
+        assert first.startswith(b"HTTP/1.1 200 ")
+        error_of(rest, 431)
+
+    def test_heads_before_the_answer_to_another_request_are_measured_one_by_one(self, tiny_bundle: Path) -> None:
+        long = GET[:-2] + b"X-Long: " + b"a" * 500 + b"\r\n\r\n"
+        with connected(tiny_bundle, max_header_bytes=1024) as client:
+            client.sendall(3 * long + long[:-4])
+            answers = b""
+            while answers.count(b"}") < 3:
+                answers += client.recv(4096)
+            assert answers.count(b"HTTP/1.1 200 ") == 3
+            client.sendall(long[-4:])
+            assert one_answer(client).startswith(b"HTTP/1.1 200 ")
+
+    def test_the_log_has_a_refusal_under_the_id_of_its_answer(self, tiny_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, "domino_deploy"), connected(tiny_bundle) as client:
+            client.sendall(b"hello\r\n\r\n")
+            answer = to_the_end(client)
+        (fields,) = (record.domino_fields for record in caplog.records if record.message == "refused")  # type: ignore[attr-defined]
+        assert (fields["status"], fields["error"]) == (400, "invalid_http")
+        assert f"x-request-id: {fields['request_id']}\r\n".encode() in answer
 
     @pytest.mark.parametrize("what", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"hello\r\n\r\n"], ids=["TLS", "words"])
     def test_what_is_no_request_is_refused(self, tiny_bundle: Path, what: bytes) -> None:
@@ -176,3 +200,15 @@ class TestBodies:
             assert one_answer(client).startswith(b"HTTP/1.1 200 ")
             client.sendall(b"no length\r\n")
             assert to_the_end(client) == b""
+
+
+def test_uvicorn_still_has_the_insides_that_connections_rely_on() -> None:
+    advice = f"uvicorn {uvicorn.__version__}: see Connection in server/connections.py, and the bound on uvicorn in pyproject.toml"
+    assert list(inspect.signature(H11Protocol.__init__).parameters) == ["self", "config", "server_state", "app_state", "_loop"], advice
+    for method in ("data_received", "on_response_complete"):
+        assert "self.handle_events()" in inspect.getsource(getattr(H11Protocol, method)), f"{method} of {advice}"
+    assert "self.timeout_keep_alive_task = " in inspect.getsource(H11Protocol.on_response_complete), f"on_response_complete of {advice}"
+    assert {"app", "conn", "cycle", "transport", "loop"} <= set(H11Protocol.__init__.__code__.co_names), f"attributes of {advice}"
+    for method in ("_unset_keepalive_if_required", "_unsupported_upgrade_warning", "pause_writing", "resume_writing", "shutdown"):
+        assert callable(getattr(H11Protocol, method, None)), f"{method} of {advice}"
+    assert "if self.disconnected:\n            return" in inspect.getsource(RequestResponseCycle.send), f"send of {advice}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -93,7 +94,9 @@ def events(lines: Iterator[str]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_a_running_stream_finish_and_refuses_new_requests(tiny_bundle: Path, number: int) -> None:
+def test_a_signal_lets_a_running_stream_finish_and_refuses_new_requests(
+    tiny_bundle: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
     def client(server: Server) -> None:
         text = ""
         with httpx.stream("POST", f"{server.url}/completions", json=BODY | {"stream": True}, timeout=30) as answer:
@@ -108,10 +111,12 @@ def test_a_signal_lets_a_running_stream_finish_and_refuses_new_requests(tiny_bun
                 text += event["choices"][0]["text"]
         assert text == TEXT
 
-    assert Server(ScriptedEngine(tiny_bundle, TEXT, seconds_per_row=0.02)).run(client) == 0
+    with caplog.at_level(logging.INFO, "domino_deploy.server"):
+        assert Server(ScriptedEngine(tiny_bundle, TEXT, seconds_per_row=0.02)).run(client) == 0
+    assert caplog.messages[-1] == "Ended: 1 requests finished, 0 aborted"
 
 
-def test_what_does_not_finish_in_time_is_aborted_and_told_so(tiny_bundle: Path) -> None:
+def test_what_does_not_finish_in_time_is_aborted_and_told_so(tiny_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     found: dict[str, Any] = {}
 
     def client(server: Server) -> None:
@@ -129,7 +134,9 @@ def test_what_does_not_finish_in_time_is_aborted_and_told_so(tiny_bundle: Path) 
             found["lines"] = [line for line in lines if line]
         other.join()
 
-    assert Server(ScriptedEngine(tiny_bundle, TEXT, seconds_per_row=0.02), drain_seconds=0.3).run(client) == 0
+    with caplog.at_level(logging.INFO, "domino_deploy.server"):
+        assert Server(ScriptedEngine(tiny_bundle, TEXT, seconds_per_row=0.02), drain_seconds=0.3).run(client) == 0
+    assert caplog.messages[-1] == "Ended: 0 requests finished, 2 aborted"
     *_, last, done = found["lines"]
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"

@@ -24,7 +24,7 @@ def client(engine: IdleEngine) -> TestClient:
     return client_of(engine)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/moderations", "/nowhere", "/" + "x" * 5000])
+@pytest.mark.parametrize("path", ["/v1/moderations", "/nowhere", "/" + "x" * 5000])
 def test_an_unknown_path_is_an_openai_error_that_tells_the_endpoints(client: TestClient, path: str) -> None:
     answer = client.post(path, json={})
     error = answer.json()["error"]
@@ -43,6 +43,7 @@ def test_an_unknown_path_is_an_openai_error_that_tells_the_endpoints(client: Tes
         ("/v1/Chat/Completions/", "POST /v1/chat/completions"),
         ("/completions", "POST /v1/completions"),
         ("/v1/model", "GET /v1/models"),
+        ("/v1/models/", "GET /v1/models"),
         ("/v1/tokenize", "POST /tokenize"),
         ("/healthz", "GET /health"),
     ],
@@ -51,6 +52,22 @@ def test_one_that_is_nearly_right_is_told_the_right_one(client: TestClient, path
     answer = client.get(path)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"].endswith(f"found GET {path}. Call {meant}.")
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/v1/responses", "The Responses API is not there: call POST /v1/chat/completions, with the input as messages."),
+        ("/v1/messages", "Anthropic's API is not there: call POST /v1/chat/completions."),
+        ("/v1/embeddings/", "There are no embeddings: this server generates text alone."),
+        ("/api/chat", "Ollama's API is not there: call POST /v1/chat/completions."),
+        ("/api/generate", "Ollama's API is not there: call POST /v1/completions."),
+    ],
+)
+def test_an_api_that_is_not_there_is_called_by_its_name(client: TestClient, path: str, advice: str) -> None:
+    answer = client.post(path, json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith(f"found POST {path}. {advice}")
 
 
 @pytest.mark.parametrize("has_metrics", [True, False])
@@ -68,3 +85,11 @@ def test_a_wrong_method_is_an_openai_error_that_names_the_right_one(client: Test
     assert error["code"] == "method_not_supported"
     assert error["message"].startswith(f"Expected POST for {path}, found GET. ")
     assert "GET /v1/models" in error["message"]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/models", 405), ("/nowhere", 404)])
+def test_a_long_method_is_not_said_back_in_full(client: TestClient, path: str, status: int) -> None:
+    answer = client.request("M" * 60_000, path)
+    assert answer.status_code == status
+    assert f"found {'M' * 80}" in answer.json()["error"]["message"]
+    assert "M" * 81 not in answer.text

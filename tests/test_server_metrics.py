@@ -47,9 +47,17 @@ VLLM: Mapping[str, tuple[str, frozenset[str]]] = {
             "vllm:request_decode_time_seconds",
             "vllm:request_inference_time_seconds",
             "vllm:iteration_tokens_total",
+            "vllm:request_prompt_tokens",
+            "vllm:request_generation_tokens",
+            "vllm:request_max_num_generation_tokens",
+            "vllm:request_params_max_tokens",
         ),
         ("histogram", frozenset()),
     ),
+    "vllm:prefix_cache_queries_total": ("counter", frozenset()),
+    "vllm:prefix_cache_hits_total": ("counter", frozenset()),
+    "vllm:num_preemptions_total": ("counter", frozenset()),
+    "vllm:cache_config_info": ("gauge", frozenset({"block_size", "num_gpu_blocks"})),
 }
 OWN: Mapping[str, tuple[str, frozenset[str]]] = {
     "domino_draft_seconds": ("histogram", frozenset()),
@@ -151,6 +159,9 @@ class TestGauges:
         assert value(engine, metrics, "vllm:num_requests_running") == 0
         assert ("domino_acceptance_length", frozenset()) not in samples(engine, metrics)
 
+    def test_blocks_of_the_cache_are_rows(self, engine: IdleEngine) -> None:
+        assert value(engine, watched(engine), "vllm:cache_config_info", block_size="1", num_gpu_blocks="120") == 1
+
     def test_what_is_served_is_told(self, engine: IdleEngine) -> None:
         labels = {"version": __version__, "provider": "cpu", "precision": "float32"}
         # Folders, by their names: a path would tell of the machine they were exported on.
@@ -189,6 +200,34 @@ class TestCounters:
         assert value(engine, metrics, "vllm:prompt_tokens_total") == 0
         assert value(engine, metrics, "vllm:time_to_first_token_seconds_count") == 0
 
+    def test_sizes_of_requests_fall_into_vllms_buckets(self, engine: IdleEngine) -> None:
+        metrics = watched(engine)
+        for prompt, generated, wanted in [(3, 5, 5), (60, 1, 96)]:
+            request = Request(request_id="1", prompt_ids=[1], params=GenerationParams(max_new_tokens=wanted), deliver=lambda output: None)
+            metrics.finished(
+                request, "length", RequestStatistics(prompt_tokens=prompt, generated_tokens=generated, first_token_seconds=0.5)
+            )
+        found = samples(engine, metrics)
+        steps = [1, 2, 5, 10, 20, 50]  # up to the model's length, 96
+        expected = {
+            "prompt_tokens": [0, 0, 1, 1, 1, 1],
+            "generation_tokens": [1, 1, 2, 2, 2, 2],
+            "max_num_generation_tokens": [1, 1, 2, 2, 2, 2],
+            "params_max_tokens": [0, 0, 1, 1, 1, 2],  # the second one is cut to the 36 that fit
+        }
+        for name, counts in expected.items():
+            buckets = {dict(labels)["le"]: number for (sample, labels), number in found.items() if sample == f"vllm:request_{name}_bucket"}
+            assert buckets == {**{str(float(step)): count for step, count in zip(steps, counts, strict=True)}, "+Inf": 2}
+
+    def test_only_prompts_that_may_use_a_cache_ask_one(self, engine: IdleEngine) -> None:
+        metrics = watched(engine)
+        for params, cached in [(GenerationParams(), 32), (GenerationParams(prompt_logprobs=0), 0)]:
+            request = Request(request_id="1", prompt_ids=[1], params=params, deliver=lambda output: None)
+            metrics.finished(request, "stop", RequestStatistics(prompt_tokens=40, cached_tokens=cached, first_token_seconds=0.5))
+        assert value(engine, metrics, "vllm:prefix_cache_queries_total") == 40
+        assert value(engine, metrics, "vllm:prefix_cache_hits_total") == 32
+        assert value(engine, metrics, "vllm:num_preemptions_total") == 0
+
     def test_time_per_token_leaves_the_first_one_out(self, engine: IdleEngine) -> None:
         metrics = watched(engine)
         request = Request(request_id="1", prompt_ids=[1], params=GenerationParams(), deliver=lambda output: None)
@@ -208,7 +247,7 @@ class TestCounters:
 
     def test_cycles_that_let_others_join_are_counted_and_not_logged(self, engine: IdleEngine, caplog: pytest.LogCaptureFixture) -> None:
         metrics = watched(engine)
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.DEBUG):
             for width, reason in [(6, "pays"), (0, "others_join"), (6, "pays"), (0, "others_join"), (0, "low_acceptance"), (6, "pays")]:
                 metrics.width_chosen(width, reason)
         assert value(engine, metrics, "domino_speculation_disabled_total", reason="others_join") == 2

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.testclient import TestClient
 
 from domino_deploy.server.body import Body
 from domino_deploy.server.not_honoured import CHAT_INSTEAD, CHAT_NOT_HONOURED, COMPLETION_INSTEAD, COMPLETION_NOT_HONOURED
-from domino_deploy.server.problems import EXPECTED, described
+from domino_deploy.server.problems import EXPECTED, described, shown
 from domino_deploy.server.schemas_chat import ChatBody
 from domino_deploy.server.schemas_completions import CompletionBody
 from domino_deploy.server.tokens import DetokenizeBody, TokenizeBody
@@ -27,63 +33,66 @@ BODIES: dict[str, dict[str, Any]] = {
 ADVICE = ". Correct the body and send the request again."
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 
-# pydantic's own names: what a node of a schema can raise, by its type, and by its bounds.
-ERRORS_OF_TYPES: dict[str, set[str]] = {
-    "any": set(),
-    "bool": {"bool_type"},
-    "default": set(),
-    "dict": {"dict_type"},
-    "float": {"float_type"},
-    "int": {"int_type"},
-    "list": {"list_type"},
-    "literal": {"literal_error"},
-    "model": {"model_type"},
-    "model-field": set(),
-    "model-fields": set(),
-    "none": {"none_required"},
-    "nullable": set(),
-    "str": {"string_type"},
-    "union": set(),
-}
-ERRORS_OF_BOUNDS = {
-    ("str", "min_length"): "string_too_short",
-    ("str", "max_length"): "string_too_long",
-    ("str", "pattern"): "string_pattern_mismatch",
-    ("list", "min_length"): "too_short",
-    ("list", "max_length"): "too_long",
-    ("dict", "min_length"): "too_short",
-    ("dict", "max_length"): "too_long",
-    **{
-        (number, bound): error
-        for number in ("int", "float")
-        for bound, error in (("gt", "greater_than"), ("ge", "greater_than_equal"), ("lt", "less_than"), ("le", "less_than_equal"))
-    },
-}
-# What else a node may hold: no error comes of it.
-NO_BOUNDS = {
-    *("type", "schema", "metadata", "ref", "serialization", "strict"),
-    *("cls", "config", "root_model", "custom_init"),
-    *("fields", "model_name", "computed_fields", "validation_alias", "serialization_alias", "default"),
-    *("items_schema", "keys_schema", "values_schema", "choices", "expected", "fail_fast"),
-}
+
+class SchemaOfBody:
+    """Values for a body and for all that it is made of, by its JSON schema."""
+
+    def __init__(self, body: type[Body]) -> None:
+        self.root = body.model_json_schema()
+
+    def resolved(self, node: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = self.root["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        return found
+
+    def right(self, node: dict[str, Any]) -> Any:
+        """A small value that fits."""
+        node = self.resolved(node)
+        if "anyOf" in node:
+            return self.right(node["anyOf"][0])
+        match node.get("type"):
+            case "object":
+                return {name: self.right(node["properties"][name]) for name in node.get("required", ())}
+            case "array":
+                return [self.right(node["items"])] * node.get("minItems", 0)
+            case "string":
+                return node.get("const", node.get("enum", ["x"])[0])
+            case "integer" | "number":
+                return node.get("minimum", 1)
+            case kind:
+                return {"boolean": True, "null": None}.get(kind)
+
+    def wrong(self, node: dict[str, Any]) -> Iterator[Any]:
+        """Values of every type, beyond every bound, and with every part wrong in turn; some of them fit after all."""
+        node = self.resolved(node)
+        yield from (None, True, 5, 2.5, "?", [], {}, "")
+        for branch in node.get("anyOf", ()):
+            yield from self.wrong(branch)
+        yield from (node[bound] for bound in ("exclusiveMinimum", "exclusiveMaximum") if bound in node)
+        yield from (node[bound] + step for bound, step in (("minimum", -1), ("maximum", 1)) if bound in node)
+        if "maxLength" in node:
+            yield "x" * (node["maxLength"] + 1)
+        if "maxProperties" in node:
+            yield {str(number): 1 for number in range(node["maxProperties"] + 1)}
+        if "items" in node:
+            yield [self.right(node["items"])] * (node.get("maxItems", 0) + 1)
+            yield from ([item] for item in self.wrong(node["items"]))
+        if isinstance(node.get("additionalProperties"), dict):
+            yield from ({"x": item} for item in self.wrong(node["additionalProperties"]))
+        right = self.right(node) if "properties" in node else {}
+        for name, inner in node.get("properties", {}).items():
+            yield {other: value for other, value in right.items() if other != name}
+            yield from (right | {name: value} for value in self.wrong(inner))
 
 
-def errors_of(node: Any) -> Iterator[str]:
-    """Every error type that a schema of pydantic's core can raise; a node of an unknown kind fails the test."""
-    if isinstance(node, list | tuple):
-        for inner in node:
-            yield from errors_of(inner)
-    if not isinstance(node, dict):
-        return
-    kind = node.get("type")
-    if isinstance(kind, str):
-        yield from ERRORS_OF_TYPES[kind]
-        yield from (ERRORS_OF_BOUNDS[kind, name] for name in node.keys() - NO_BOUNDS)
-        if kind == "model-field" and node["schema"]["type"] != "default":
-            yield "missing"
-    for name, inner in node.items():
-        if name != "metadata":
-            yield from errors_of(inner)
+def errors_of(body: type[Body]) -> Iterator[ErrorDetails]:
+    """What pydantic finds wrong with each of many bodies."""
+    schema = SchemaOfBody(body)
+    body.model_validate(schema.right(schema.root))
+    for value in schema.wrong(schema.root):
+        try:
+            body.model_validate(value)
+        except ValidationError as error:
+            yield from error.errors(include_url=False)
 
 
 def problem_of(client: TestClient, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,12 +144,15 @@ WORDS: dict[str, list[tuple[str, dict[str, Any], str, str]]] = {
             "response_format.type",
             'expected "text", "json_object" or "json_schema", found "xml"',
         ),
+        (PLAIN, {"logprobs": True}, "logprobs", "expected an integer or false, found true"),
+    ],
+    "no_text_part": [
         (
             CHAT,
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats",
-            "expected false, found true",
-        ),
+            message(content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
+            "messages[0].content[0].type",
+            'expected "text" (images, audio, video and files are not supported), found "image_url"',
+        )
     ],
     "greater_than": [(CHAT, {"top_p": 0}, "top_p", "expected more than 0, found 0")],
     "greater_than_equal": [(CHAT, {"temperature": -0.1}, "temperature", "expected at least 0, found -0.1")],
@@ -162,7 +174,10 @@ WORDS: dict[str, list[tuple[str, dict[str, Any], str, str]]] = {
             "expected at most 64 items, found an object of 65 items",
         ),
     ],
-    "dict_type": [(CHAT, {"metadata": "x"}, "metadata", 'expected an object, found "x"')],
+    "dict_type": [
+        (CHAT, {"metadata": "x"}, "metadata", 'expected an object, found "x"'),
+        (CHAT, {"logit_bias": 5}, "logit_bias", "expected an object or a list, found 5"),
+    ],
     "model_type": [
         (CHAT, {"messages": ["Hello"]}, "messages[0]", 'expected an object, found "Hello"'),
         (CHAT, {"tools": [TOOL], "tool_choice": 5}, "tool_choice", 'expected "none", "auto" or "required" or an object, found 5'),
@@ -172,7 +187,7 @@ WORDS: dict[str, list[tuple[str, dict[str, Any], str, str]]] = {
 
 def test_every_error_that_the_schemas_can_raise_has_words() -> None:
     bodies: list[type[Body]] = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody]
-    reachable = {error for body in bodies for error in errors_of(body.__pydantic_core_schema__)}
+    reachable = {error["type"] for body in bodies for error in errors_of(body)}
     assert reachable == EXPECTED.keys() == WORDS.keys()
 
 
@@ -191,12 +206,65 @@ def test_an_error_of_another_pydantic_has_words_too() -> None:
     assert problems == [("top_k", "expected what /openapi.json describes, found 5")]
 
 
+class Odd(Body):
+    """Values that Python and JSON spell unlike each other, and texts that look like them."""
+
+    constant: Literal["it's", 'a "b"', "True or 'None'", "back\\slash", True, None] = None
+    text: Annotated[str, Field(pattern="^('True'|None)$")] = "None"
+
+
+def test_values_are_spelled_as_json_and_patterns_as_they_are() -> None:
+    body = {"constant": 5, "text": "x"}
+    with pytest.raises(ValidationError) as raised:
+        Odd.model_validate(body)
+    assert described(raised.value.errors(), body) == [
+        ("constant", r"""expected "it's", "a \"b\"", "True or 'None'", "back\\slash", true or null, found 5"""),
+        ("text", """expected text that matches ^('True'|None)$, found "x\""""),
+    ]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=80),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=80), inner),
+)
+
+
+@given(JSON)
+def test_a_value_is_shown_as_the_beginning_of_its_json(value: Any) -> None:
+    text = json.dumps(value)
+    assert shown(value) == (text if len(text) <= 60 else f"{text[:57]}...")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["é" * 10**6, ["é" * 10**6], {"é" * 10**6: 1}, [[1] * 10**6], {"a": [{}] * 10**6}],
+    ids=["text", "item", "name", "list", "deep"],
+)
+def test_no_more_of_a_value_is_spelled_than_is_shown(value: Any) -> None:
+    tracemalloc.start()
+    try:
+        shown(value)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 20_000
+
+
 # Of other servers, each in the field that changes the answer; None where the answer of ours cannot be had.
 FOREIGN: list[tuple[str, Any, str | None]] = [
-    ("grammar", 'root ::= "a"', "response_format"),
+    ("grammar", 'root ::= "a"', "structured_outputs (regex, json or choice)"),
+    ("guided_grammar", 'root ::= "a"', "structured_outputs (regex, json or choice)"),
+    ("structural_tag", {"type": "structural_tag"}, "structured_outputs (regex, json or choice)"),
+    ("guided_decoding_backend", "xgrammar", None),
+    ("repetition_detection", {"max_pattern_size": 5}, None),
+    ("prompt_embeds", "AAAA", None),
+    ("truncation_side", "left", None),
+    ("media_io_kwargs", {"video": {"fps": 1}}, None),
+    ("speculative_config", {"num_speculative_tokens": 2}, "speculative"),
+    ("num_speculative_tokens", 2, "speculative"),
     ("json_schema", {"type": "object"}, "response_format"),
-    ("regex", "a+", "response_format"),
-    ("ebnf", 'root ::= "a"', "response_format"),
+    ("regex", "a+", "structured_outputs (regex)"),
+    ("ebnf", 'root ::= "a"', "structured_outputs (regex, json or choice)"),
     ("format", "json", "response_format"),
     ("n_predict", 5, "max_tokens"),
     ("num_predict", 5, "max_tokens"),
@@ -261,11 +329,10 @@ def test_fields_that_change_no_answer_are_ignored(tiny_bundle: Path, field: str)
 
 
 def test_a_field_in_place_of_another_may_depend_on_the_endpoint(client: TestClient) -> None:
-    assert "with response_format or tools in its place" in problem_of(client, CHAT, {"grammar": "x"})["message"]
-    assert "with response_format in its place" in problem_of(client, PLAIN, {"grammar": "x"})["message"]
+    assert "expected it left out, found 1" in problem_of(client, CHAT, {"prompt_logprobs": 1})["message"]
     assert "expected it left out, with echo" in problem_of(client, PLAIN, {"prompt_logprobs": 1})["message"]
 
 
-def test_as_many_tokens_as_fit_is_what_chat_does_anyhow(client: TestClient) -> None:
-    assert client.post(CHAT, json={**BODIES[CHAT], "n_predict": -1}).status_code == 200
-    assert problem_of(client, PLAIN, {"n_predict": -1})["param"] == "n_predict"
+def test_biases_in_llama_servers_form_are_told_the_right_one(client: TestClient) -> None:
+    words = "logit_bias: expected an object of token ids (as strings) and numbers, found a list"
+    assert problem_of(client, PLAIN, {"logit_bias": [[5, 1]]})["message"] == f"{words}{ADVICE}"

@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from domino_deploy.cli import main
+from domino_deploy.cli.other_servers import LLAMA_SERVER, VLLM
 from domino_deploy.runtime.controller import Reason
 from domino_deploy.server.schemas_chat import ChatBody
 from domino_deploy.server.schemas_completions import CompletionBody
@@ -115,9 +116,9 @@ def test_a_flag_of_another_server_leads_to_an_option_or_to_a_reason_why_there_is
     assert same <= named
 
 
-def test_both_servers_are_there() -> None:
-    listed = {flag for theirs, _ in MIGRATION for flag in re.findall(r"`(--?[a-z-]+)`", theirs)}
-    assert {"--max-num-seqs", "--speculative-config", "--root-path", "-np", "-md", "--slots", "--draft-max"} <= listed
+def test_the_tables_are_those_that_the_command_tells() -> None:
+    told = [(", ".join(f"`{option}`" for option in options), here) for table in (VLLM, LLAMA_SERVER) for options, here in table.items()]
+    assert told == MIGRATION
 
 
 @pytest.mark.parametrize(("body", "title"), [(ChatBody, "chat only"), (CompletionBody, "completions only")], ids=["chat", "completions"])

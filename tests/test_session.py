@@ -220,8 +220,8 @@ def test_defaults_come_from_the_target_and_the_drafter(tiny_bundle, monkeypatch)
     with Session.open(tiny_bundle, drafter=DrafterChoice.PROMPT_LOOKUP) as session:
         assert session.target.capacity == 100
         assert isinstance(session.drafter, PromptLookupDrafter)
-        with pytest.raises(CapacityError, match=r"at most 100 tokens.*found 101.*max_model_len"):
-            session.steps([5] * 101, GenerationParams())
+        with pytest.raises(CapacityError, match=r"at most 99 tokens.*found 100.*max_model_len"):
+            session.steps([5] * 100, GenerationParams())
 
 
 def test_session_values_out_of_range_are_all_named(tiny_bundle):

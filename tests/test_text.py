@@ -224,6 +224,14 @@ def test_a_template_that_refuses_its_messages_is_a_bad_request(tmp_path):
         Tokenizer(tmp_path / "tokenizer.json", chat_template=template).render_chat([{"role": "tool", "content": ""}])
 
 
+def test_a_refusal_that_quotes_a_long_message_is_cut(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json", chat_template="{{ raise_exception('not this: ' ~ messages[0].content) }}")
+    with pytest.raises(RequestError, match="not this: xxx") as caught:
+        tokenizer.render_chat([{"role": "user", "content": "x" * 100_000}])
+    assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"])
 def test_a_template_cannot_leave_its_sandbox(tmp_path, template):
     write_tokenizer(tmp_path)

@@ -149,8 +149,8 @@ class TestEngines:
             assert session.target.capacity == 400
         with Session.open(domino.path, backend=Backend.TENSORRT, max_model_len=50) as session:
             assert session.target.capacity == 50
-            with pytest.raises(CapacityError, match="at most 50 tokens"):
-                session.steps([5] * 51, GenerationParams())
+            with pytest.raises(CapacityError, match="at most 49 tokens"):
+                session.steps([5] * 50, GenerationParams())
 
     def test_one_that_tensorrt_refuses_is_named(self, machine, domino, tmp_path) -> None:
         folder = changed(domino, tmp_path, lambda content: None)

@@ -8,21 +8,28 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from domino_deploy.bench import failures
-from domino_deploy.bench.event_stream import EventReader
+from domino_deploy.bench.chunks import UNREADABLE, Chunks
 from domino_deploy.errors import MeasurementError, RequestError
 
 Clock = Callable[[], float]
 _PIECE_BYTES = 1 << 16
+_MOST_BYTES = 4 << 20  # of models and metrics: a server's are some tens of KiB
+_METRICS_SECONDS = 10.0  # Prometheus' own limit for one reading
+_VISIBLE = re.compile(r"[!-~]*")  # what a head of HTTP carries
+# What people copy from an example of a request, where the base URL is wanted.
+_ENDPOINTS = ("/chat/completions", "/completions", "/models", "/responses")
 # A line of Prometheus' text format: name, labels, value, and perhaps a time.
-_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})?\s+(?P<value>[-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|NaN|Inf))(?:\s+-?\d+)?$")
+_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})?\s+(?P<value>[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|NaN|Inf))(?:\s+-?\d+)?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +38,8 @@ class Answer:
 
     text_times: when each chunk with text arrived; several tokens may share a chunk.
     prompt_tokens, cached_tokens, completion_tokens: the server's usage, None where it gives none.
-    text: the answer, whole or as far as it came; error: why it failed, a kind of `failures.py`, None if it did not.
+    text: the answer, whole or as far as it came; error: why it failed, a kind of `failures.py`, None if it did not;
+    message: the server's own words for it, None where it gave none.
     """
 
     started: float
@@ -42,6 +50,7 @@ class Answer:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     error: str | None = None
+    message: str | None = None
 
     @property
     def first_text_ms(self) -> float | None:
@@ -72,24 +81,31 @@ class Client:
     Args:
         url: http or https, with or without /v1 at its end.
         api_key: sent as a bearer token; "" for none.
-        timeout_seconds: for a connection, and for every wait for more of an answer.
+        timeout_seconds: for a connection, for every wait for more of a streamed answer, and for other answers as a whole.
         clock: seconds.
 
     Raises:
-        RequestError: the address is not one.
+        RequestError: the address is not one, or the key cannot be sent.
     """
 
     def __init__(self, url: str, *, api_key: str = "", timeout_seconds: float = 600.0, clock: Clock = time.perf_counter) -> None:
-        parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
+        parts = _address(url)
+        if parts is None:
             raise RequestError(f"Expected the address of a server, such as http://127.0.0.1:8000, found {url!r}. Correct --url.")
+        if not _VISIBLE.fullmatch(api_key):  # the key itself is never shown
+            bad = sum(not _VISIBLE.fullmatch(mark) for mark in api_key)
+            raise RequestError(
+                f"Expected an API key of visible ASCII characters without spaces, found {bad} other(s) in it, such as a line end. "
+                "Correct --api-key."
+            )
+        base = urlsplit(url.rstrip("/"))
+        endpoint = next((name for name in _ENDPOINTS if base.path.endswith(name)), None)
+        if endpoint is not None:
+            base_url = base.geturl().removesuffix(endpoint)
+            raise RequestError(f"Expected the base URL of a server, found the endpoint {endpoint} in {url!r}. Give --url {base_url}.")
         self._url = url
-        self._is_secure, self._host = parts.scheme == "https", parts.hostname
-        self._port = port or (443 if self._is_secure else 80)
+        self._is_secure, self._host = parts.scheme == "https", parts.hostname or ""
+        self._port = parts.port or (443 if self._is_secure else 80)
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_seconds = timeout_seconds
@@ -103,123 +119,133 @@ class Client:
         """
         expected = f"Expected a server at {self._url} that lists its models"
         try:
-            status, text = self._get("/v1/models")
+            status, content = self._get("/v1/models", self._timeout_seconds)
         except (OSError, http.client.HTTPException) as error:
             kind = failures.kind_of(error)
             raise MeasurementError(f"{expected}, found {failures.words(kind)}. {failures.advice(kind)}") from error
         if status != HTTPStatus.OK:
             kind = failures.kind_of_status(status)
-            raise MeasurementError(f"{expected}, found {failures.words(kind)} at /v1/models. {failures.advice(kind)}")
+            message = failures.message_in(content)
+            said = "" if message is None else f' ("{message}")'
+            raise MeasurementError(f"{expected}, found {failures.words(kind)} at /v1/models{said}. {failures.advice(kind)}")
         try:
-            return str(json.loads(text)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
-            found = f"found no such list at /v1/models, but {text[:80]!r}"
-            raise MeasurementError(f"{expected}, {found}. Correct --url, or name the --model.") from error
+            model = json.loads(content)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            model = None
+        if not isinstance(model, str):
+            found = f"found no such list at /v1/models, but {content[:80].decode('utf-8', 'replace')!r}"
+            raise MeasurementError(f"{expected}, {found}. Correct --url, or name the --model.")
+        return model
 
     def metrics(self) -> dict[str, float] | None:
         """Prometheus samples by name, all labels summed up; None from a server that gives none at /metrics."""
         try:
-            status, text = self._get("/metrics")
+            status, content = self._get("/metrics", min(_METRICS_SECONDS, self._timeout_seconds))
         except (OSError, http.client.HTTPException):
             return None
         if status != HTTPStatus.OK:
             return None
         samples: dict[str, float] = {}
-        for found in filter(None, map(_SAMPLE.match, text.splitlines())):
+        for found in filter(None, map(_SAMPLE.match, content.decode("utf-8", "replace").splitlines())):
             samples[found["name"]] = samples.get(found["name"], 0.0) + float(found["value"])
         return samples
 
     def stream(self, path: str, body: Mapping[str, object]) -> Answer:
         """Send one request and read its answer to the end; what goes wrong is the answer's `error`."""
         started = self._clock()
-        stream = _Stream(self._clock)
+        stream = Chunks(self._clock)
         error: str | None = None
+        message: str | None = None
         connection = self._connection()
         try:
             content = json.dumps(body).encode()
+            connection.connect()
+            connected = connection.sock
             connection.request("POST", self._root + path, content, {"Content-Type": "application/json", **self._headers})
             response = connection.getresponse()
             if response.status != HTTPStatus.OK:
-                response.read()
                 error = failures.kind_of_status(response.status)
+                with suppress(OSError, http.client.HTTPException), _cut_off(connected, self._timeout_seconds):
+                    message = failures.message_in(response.read(_PIECE_BYTES))
             elif response.headers.get_content_type() != "text/event-stream":
                 error = "no_event_stream"
             else:
                 while not stream.is_complete and (piece := response.read1(_PIECE_BYTES)):
                     stream.take(piece)
-                error = stream.error
+                error, message = stream.error, stream.message
         except (OSError, http.client.HTTPException) as failure:
             error = failures.kind_of(failure)
-        except (ValueError, TypeError, AttributeError):  # no JSON, or not the objects that OpenAI's clients read
+        except UNREADABLE:
             error = "bad_chunk"
         finally:
             connection.close()
-        usage = stream.usage
         return Answer(
             started=started,
             ended=self._clock(),
             text_times=tuple(stream.text_times),
             text="".join(stream.texts),
-            prompt_tokens=usage.get("prompt_tokens"),
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-            completion_tokens=usage.get("completion_tokens"),
             error=error,
+            message=message,
+            **stream.usage,
         )
 
     def _connection(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         return kind(self._host, self._port, timeout=self._timeout_seconds)
 
-    def _get(self, path: str) -> tuple[int, str]:
-        """Status and text."""
+    def _get(self, path: str, seconds: float) -> tuple[int, bytes]:
+        """Status and body; an answer that is not there in full after so many seconds is a timeout."""
         connection = self._connection()
         try:
-            connection.request("GET", self._root + path, headers=self._headers)
-            response = connection.getresponse()
-            content = response.read()
+            connection.connect()
+            with _cut_off(connection.sock, seconds):
+                connection.request("GET", self._root + path, headers=self._headers)
+                response = connection.getresponse()
+                content = response.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise failures.LongAnswer
+            if response.length:  # fewer bytes than the head promised
+                raise http.client.IncompleteRead(content, response.length)
+            return response.status, content
         finally:
             connection.close()
-        return response.status, content.decode("utf-8", "replace")
 
 
-class _Stream:
-    """The chunks of one answer, as far as they came."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._reader = EventReader()
-        self._failure: str | None = None
-        self.is_complete = False
-        self.text_times: list[float] = []
-        self.texts: list[str] = []
-        self.usage: dict[str, Any] = {}
-
-    @property
-    def error(self) -> str | None:
-        """As `Answer.error`, once no more bytes come."""
-        return self._failure or (None if self.is_complete else "broken_stream")
-
-    def take(self, piece: bytes) -> None:
-        """Bytes that have just arrived."""
-        now = self._clock()
-        for data in self._reader.feed(piece):
-            if data.startswith("[DONE]"):
-                self.is_complete = True
-                return
-            chunk = json.loads(data)
-            if chunk.get("error"):
-                self._failure, self.is_complete = "error_in_stream", True
-                return
-            self.usage = chunk.get("usage") or self.usage
-            text = "".join(_text(choice) for choice in chunk.get("choices") or ())
-            if text:
-                self.text_times.append(now)
-                self.texts.append(text)
+def _address(url: str) -> SplitResult | None:
+    """Its parts; None for what is no address of a server, or one that cannot be looked up or sent."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna").decode()
+        is_sound = parts.scheme in ("http", "https") and host and parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:  # brackets, a port, or a label of the name
+        return None
+    return parts if is_sound and _VISIBLE.fullmatch(host + parts.path) else None
 
 
-def _text(choice: Mapping[str, Any]) -> str:
-    """What a chunk's choice adds to the answer, visible or not: text, thoughts, arguments of tool calls."""
-    delta = choice.get("delta") or {}
-    thoughts = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    calls = [(call.get("function") or {}).get("arguments") or "" for call in delta.get("tool_calls") or ()]
-    return "".join((choice.get("text") or "", delta.get("content") or "", thoughts, *calls))
+@contextmanager
+def _cut_off(connected: socket.socket, seconds: float) -> Iterator[None]:
+    """End what is read of a socket after so many seconds: its own timeout is for each wait, and bytes one by one never end it.
+
+    Raises:
+        TimeoutError: it came to that.
+    """
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        with suppress(OSError):  # closed meanwhile
+            socket.socket.shutdown(connected, socket.SHUT_RDWR)  # of TCP: TLS would take part of its state from whoever reads
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        if is_late.is_set():
+            raise TimeoutError from error
+        raise
+    finally:
+        timer.cancel()
+    if is_late.is_set():
+        raise TimeoutError

@@ -3,12 +3,14 @@
 Definitions.  TTFT: from sending a request to its first text.  TPOT, per token: from the first text to the last, divided by the
 tokens behind the first.  ITL, per chunk: between two chunks with text; under speculation a chunk holds several tokens, so it is longer than
 TPOT.  E2E: from sending to the end of the stream.  Acceptance length: 1 + accepted / drafts, acceptance rate: accepted / drafted tokens,
-from what the server's counters grew by in the level.
+from what the server's counters grew by in the level.  Cached prompt: the part of the prompt tokens that the server had in its cache by its
+own account; prompts repeat, in a level and from one to the next, so most of them are there unless the cache is off.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -19,12 +21,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from domino_deploy.bench.client import Answer, Client, Clock
-from domino_deploy.errors import RequestError, listed
+from domino_deploy.errors import OutOfRangeError
 from domino_deploy.runtime.sampling import SamplingParams
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 PERCENTILES = (50, 90, 99)
+LONGEST_TIMEOUT_SECONDS = 24 * 60 * 60  # sockets cannot wait for any number of seconds
 _DRAFTS = "vllm:spec_decode_num_drafts_total"
 _DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
@@ -59,18 +62,18 @@ class LoadSettings:
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = {}
         if not self.concurrency or min(self.concurrency) < 1:
-            problems.append(f"concurrency must be numbers of at least 1, found {', '.join(map(str, self.concurrency)) or 'none'}")
+            problems["concurrency"] = f"must be numbers of at least 1, found {', '.join(map(str, self.concurrency)) or 'none'}"
         for name in ("requests", "prompts_per_kind", "max_new_tokens"):
             if getattr(self, name) < 1:
-                problems.append(f"{name} must be at least 1, found {getattr(self, name)}")
+                problems[name] = f"must be at least 1, found {getattr(self, name)}"
         if self.warm_up_requests < 0:
-            problems.append(f"warm_up_requests must be at least 0, found {self.warm_up_requests}")
-        if not self.timeout_seconds > 0:
-            problems.append(f"timeout_seconds must be above 0, found {self.timeout_seconds}")
+            problems["warm_up_requests"] = f"must be at least 0, found {self.warm_up_requests}"
+        if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT_SECONDS:
+            problems["timeout_seconds"] = f"must lie in (0, {LONGEST_TIMEOUT_SECONDS}], found {self.timeout_seconds}"
         if problems:
-            raise RequestError(listed(f"Benchmark: {len(problems)} value(s) out of range", problems, "Correct them and run again."))
+            raise OutOfRangeError(problems, "Correct them and run again.")
         SamplingParams(temperature=self.temperature, seed=self.seed)
 
     @property
@@ -120,13 +123,15 @@ class Speculation:
 class Level:
     """One level's figures; percentiles by their number, None where nothing was measured.
 
-    completion_tokens, prompt_tokens, cached_tokens: of the requests that succeeded, None if one of them came without;
-    errors: failed requests by what went wrong; speculation: None for a server without these counters.
+    completion_tokens, prompt_tokens: of the requests that succeeded, None if one of them came without; cached_tokens: None if all did;
+    errors: failed requests by what went wrong; messages: of each such kind the server's first words, if it had any;
+    speculation: None for a server without these counters.
     """
 
     concurrency: int
     requests: int
     errors: Mapping[str, int]
+    messages: Mapping[str, str]
     seconds: float
     prompt_tokens: int | None
     cached_tokens: int | None
@@ -141,6 +146,11 @@ class Level:
     def succeeded(self) -> int:
         """Requests answered in full."""
         return self.requests - sum(self.errors.values())
+
+    @property
+    def cached_share(self) -> float | None:
+        """Part of the prompt tokens that the server found in its cache."""
+        return self.cached_tokens / self.prompt_tokens if self.cached_tokens is not None and self.prompt_tokens else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -175,7 +185,8 @@ def run(
         before, started = client.metrics(), clock()
         answers = send(client, settings.path, bodies, concurrency=concurrency)
         seconds = clock() - started
-        levels.append(level(concurrency, answers, seconds, speculation=speculation_since(before, client.metrics())))
+        after = None if before is None else client.metrics()
+        levels.append(level(concurrency, answers, seconds, speculation=speculation_since(before, after)))
     return levels
 
 
@@ -188,13 +199,17 @@ def send(client: Client, path: str, bodies: Sequence[Mapping[str, object]], *, c
 def level(concurrency: int, answers: Sequence[Answer], seconds: float, *, speculation: Speculation | None) -> Level:
     """The figures of one level's answers."""
     good = [answer for answer in answers if answer.error is None]
+    said = [(answer.error, answer.message) for answer in reversed(answers)]  # the first of a kind is the last to be kept
+    # vLLM states the cached tokens of a request only where there are some.
+    cached = [answer.cached_tokens for answer in good if answer.cached_tokens is not None]
     return Level(
         concurrency=concurrency,
         requests=len(answers),
         errors=dict(sorted(Counter(answer.error for answer in answers if answer.error is not None).items())),
+        messages={error: message for error, message in said if error is not None and message is not None},
         seconds=seconds,
         prompt_tokens=_sum([answer.prompt_tokens for answer in good]),
-        cached_tokens=_sum([answer.cached_tokens for answer in good]),
+        cached_tokens=sum(cached) if cached else None,
         completion_tokens=_sum([answer.completion_tokens for answer in good]),
         first_text_ms=_percentiles([answer.first_text_ms for answer in good]),
         token_ms=_percentiles([answer.token_ms for answer in good]),
@@ -218,9 +233,12 @@ def _percentiles(values: Sequence[float | None]) -> dict[int, float] | None:
 
 
 def speculation_since(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> Speculation | None:
-    """What `Client.metrics` grew by; None for a server without these counters."""
+    """What `Client.metrics` grew by; None for a server without these counters, or whose counters are none."""
     names = (_DRAFTS, _DRAFTED, _ACCEPTED)
     if before is None or after is None or any(name not in after for name in names):
         return None
-    drafts, drafted, accepted = (round(after[name] - before.get(name, 0.0)) for name in names)
+    grown = [after[name] - before.get(name, 0.0) for name in names]
+    if not all(math.isfinite(growth) and growth >= 0 for growth in grown):
+        return None
+    drafts, drafted, accepted = map(round, grown)
     return Speculation(drafts=drafts, drafted=drafted, accepted=accepted)

@@ -9,10 +9,13 @@ from domino_deploy.bench import failures
 from domino_deploy.bench.load import PERCENTILES, Level
 from domino_deploy.bench.machine import Machine
 from domino_deploy.bench.report import NOT_MEASURED, Cells, Table, number, percent, settings_note
+from domino_deploy.errors import one_line
 
+_SHOWN = "/".join(f"p{percentile}" for percentile in PERCENTILES)
 _THROUGHPUT_COLUMNS = ("concurrency", "requests", "failed", "output tok/s", "requests/s", "acceptance length", "acceptance rate")
-_FAILED_COLUMNS = ("concurrency", "requests", "kind", "found")
-_LATENCY_COLUMNS = ("concurrency", "TTFT ms", "TPOT ms per token", "ITL ms per chunk", "E2E ms")
+_FAILED_COLUMNS = ("concurrency", "requests", "kind", "found", "the server's words")
+_LATENCIES = ("TTFT ms", "TPOT ms per token", "ITL ms per chunk", "E2E ms")
+_LATENCY_COLUMNS = ("concurrency", "cached prompt", *(f"{name}, {_SHOWN}" for name in _LATENCIES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,37 +43,42 @@ class LoadReport:
 
 def load_tables(levels: Sequence[Level]) -> Iterator[Table]:
     """Throughput and latency, a row per level; failed requests, if there are any, a row for each kind of each level."""
-    shown = " / ".join(f"p{percentile}" for percentile in PERCENTILES)
     yield Table(title="Throughput", columns=_THROUGHPUT_COLUMNS, rows=tuple(map(_throughput, levels)))
-    yield Table(title=f"Latency ({shown})", columns=_LATENCY_COLUMNS, rows=tuple(map(_latency, levels)))
-    failed = tuple(
-        (str(level.concurrency), str(count), kind, failures.words(kind)) for level in levels for kind, count in level.errors.items()
-    )
+    yield Table(title="Latency", columns=_LATENCY_COLUMNS, rows=tuple(map(_latency, levels)))
+    failed = tuple(_failed(levels))
     if failed:
         yield Table(title="Failed requests", columns=_FAILED_COLUMNS, rows=failed)
 
 
 def load_footnotes(report: LoadReport) -> Iterator[str]:
     """What the tables belong to and what their columns are, a line each."""
-    yield f"server: {report.url}, model {report.model}"
+    yield f"server: {report.url}, model {one_line(report.model)}"
     yield f"client: {report.machine}"
     yield settings_note(report.settings)
+    yield (
+        "cached prompt is the part of the prompt tokens that the server found in its cache, which makes TTFT shorter: "
+        "prompts repeat, in a level and from one to the next"
+    )
     yield "TPOT is per token, (last text - first text) / (tokens - 1); ITL is per chunk, and with speculation a chunk holds several tokens"
     yield f"command: {report.command}"
 
 
 def error_lines(levels: Sequence[Level]) -> list[str]:
-    """A line for each kind of failed requests of each level."""
-    return [
-        f"concurrency {level.concurrency}: {count} x {kind}, {failures.words(kind)}"
-        for level in levels
-        for kind, count in level.errors.items()
-    ]
+    """The rows of failed requests as lines, for a run without any figures; what the server said to them, once."""
+    rows = list(_failed(levels))
+    said = dict.fromkeys(f"{kind}, in the server's words: {words}" for _, _, kind, _, words in rows if words != NOT_MEASURED)
+    return [*(f"concurrency {concurrency}: {count} x {kind}, {found}" for concurrency, count, kind, found, _ in rows), *said]
 
 
 def error_advice(levels: Sequence[Level]) -> str:
     """What to do about them."""
     return " ".join(dict.fromkeys(failures.advice(kind) for level in levels for kind in level.errors))
+
+
+def _failed(levels: Sequence[Level]) -> Iterator[Cells]:
+    for level in levels:
+        for kind, count in level.errors.items():
+            yield str(level.concurrency), str(count), kind, failures.words(kind), level.messages.get(kind, NOT_MEASURED)
 
 
 def _figures(level: Level) -> dict[str, object]:
@@ -80,6 +88,7 @@ def _figures(level: Level) -> dict[str, object]:
         "requests": level.requests,
         "succeeded": level.succeeded,
         "errors": dict(level.errors),
+        "error_messages": dict(level.messages),
         "seconds": level.seconds,
         "output_tokens_per_second": level.tokens_per_second,
         "requests_per_second": level.requests_per_second,
@@ -112,6 +121,7 @@ def _throughput(level: Level) -> Cells:
 def _latency(level: Level) -> Cells:
     return (
         str(level.concurrency),
+        percent(level.cached_share),
         *(_percentiles(values) for values in (level.first_text_ms, level.token_ms, level.chunk_gap_ms, level.total_ms)),
     )
 

@@ -73,10 +73,10 @@ KINDS = (*OWN, *PACKAGED)
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What will be measured, and notes on what was left out."""
+    """What will be measured, and a line on what was left out, "" if nothing was."""
 
     sets: tuple[PromptSet, ...]
-    left_out: tuple[str, ...]
+    left_out: str
 
 
 def select(kinds: Sequence[str], files: Sequence[Path], prompts_per_kind: int) -> Selection:
@@ -97,11 +97,11 @@ def select(kinds: Sequence[str], files: Sequence[Path], prompts_per_kind: int) -
     if absent:
         problems = [f"{kind}: package {PACKAGED[kind].module}" for kind in absent]
         raise MissingDependencyError(listed("Expected the packages that hold these prompts, found none:", problems, _advice(absent)))
+    left_out = ""
     if not kinds and not files:
         kinds = [kind for kind in KINDS if kind not in missing]
-        left_out = tuple(f"Left out {kind}: package {PACKAGED[kind].module} is not installed. {_advice([kind])}" for kind in missing)
-    else:
-        left_out = ()
+        if missing:
+            left_out = f"Left out {', '.join(missing)}: not installed. {_advice(missing)}"
     sets = [PromptSet(kind=kind, prompts=tuple(_prompts_of(kind, prompts_per_kind))) for kind in kinds]
     sets += [PromptSet(kind=file.stem, prompts=tuple(_read(file)[:prompts_per_kind])) for file in files]
     return Selection(sets=tuple(sets), left_out=left_out)

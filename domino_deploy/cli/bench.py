@@ -104,6 +104,7 @@ def bench(
     out. Exit code 1 when a greedy fp32 response is not token for token that of plain decoding.
 
     With --url, any server of OpenAI's API is measured as its clients see it: streamed requests, at one concurrency after another.
+    Prompts repeat, so the server may have them in its cache; "cached prompt" in the tables says how much of them it had.
     """
     if json and markdown:
         raise click.UsageError("Expected at most one of --json and --markdown, found both. Drop one.")
@@ -127,12 +128,12 @@ def bench(
         threads=threads,
     )
     selection = select(kinds, prompts, settings.prompts_per_kind)
-    for note in selection.left_out:
-        click.echo(note, err=True)
     opening = {"backend": settings.backend, "provider": settings.provider, "max_model_len": max_model_len, "threads": threads}
     with open_session(ctx, bundle, num_speculative_tokens, drafter=settings.drafter, **opening) as session:
         tokenised = _tokenised(session, selection.sets, settings)
         warm_up = session.prompt_ids(_WARM_UP, chat=not raw)
+        if selection.left_out:
+            click.echo(selection.left_out, err=True)
         with _bar(ctx, len(tokenised)) as on_prompt:
             results = measure.run(_decoders(session, settings), tokenised, warm_up=warm_up, on_prompt=on_prompt)
         is_exact = settings.temperature == 0 and session.bundle.precision.activations is Dtype.FLOAT32

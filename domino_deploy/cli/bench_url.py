@@ -11,12 +11,13 @@ from click.core import ParameterSource
 
 from domino_deploy.bench import load, load_report
 from domino_deploy.bench.client import Client
-from domino_deploy.bench.load import LoadSettings
+from domino_deploy.bench.load import LONGEST_TIMEOUT_SECONDS, LoadSettings
 from domino_deploy.bench.machine import this_machine
 from domino_deploy.bench.report import Table, as_markdown
 from domino_deploy.bench.tasks import select
+from domino_deploy.cli.command import option_name
 from domino_deploy.cli.console import echo_json, echo_table, progress
-from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, POSITIVE
+from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, FiniteRange
 from domino_deploy.errors import MeasurementError, listed
 
 _DEFAULT = LoadSettings()
@@ -42,13 +43,21 @@ _URL_OPTIONS = (
         default=",".join(map(str, _DEFAULT.concurrency)),
         help="With --url: requests in flight, a level each.",
     ),
-    click.option("--requests", type=AT_LEAST_1, default=_DEFAULT.requests, help="With --url: requests of each level."),
+    click.option(
+        "--requests",
+        type=AT_LEAST_1,
+        default=_DEFAULT.requests,
+        help="With --url: requests of each level, the same in every one; prompts repeat if there are fewer.",
+    ),
     click.option("--warm-up", type=AT_LEAST_0, default=_DEFAULT.warm_up_requests, help="With --url: requests before the first level."),
     click.option("--model", help="With --url: the model to ask for; by default the first that the server lists."),
     click.option("--api-key", envvar=["DOMINO_DEPLOY_BENCH_API_KEY", "OPENAI_API_KEY"], help="With --url: the server's key."),
     click.option("--plain", is_flag=True, help="With --url: ask a domino-deploy server to decode without speculation."),
     click.option(
-        "--timeout", type=POSITIVE, default=_DEFAULT.timeout_seconds, help="With --url: longest wait for more of an answer, seconds."
+        "--timeout",
+        type=FiniteRange(min=0, max=LONGEST_TIMEOUT_SECONDS, min_open=True),
+        default=_DEFAULT.timeout_seconds,
+        help="With --url: longest wait for more of an answer, seconds.",
     ),
 )
 _ONLY_BY_URL = {"concurrency", "requests", "warm_up", "model", "api_key", "plain", "timeout"}
@@ -77,7 +86,7 @@ def check_flags(ctx: click.Context) -> None:
     foreign = _ONLY_IN_PROCESS if url is not None else _ONLY_BY_URL
     # What stands in the environment is there for other runs too; only what was typed here is a contradiction.
     typed = [
-        parameter.opts[0]
+        option_name(parameter)
         for parameter in ctx.command.params
         if parameter.name in foreign and ctx.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
@@ -108,13 +117,14 @@ def bench_url(ctx: click.Context) -> None:
     )
     client = Client(given["url"], api_key=given["api_key"] or "", timeout_seconds=settings.timeout_seconds)
     selection = select(given["kinds"], given["prompts"], settings.prompts_per_kind)
-    for note in selection.left_out:
-        click.echo(note, err=True)
     prompts = [prompt for prompt_set in selection.sets for prompt in prompt_set.prompts]
     with progress(ctx) as step:
         model = given["model"] or client.first_model()
         step("Warming up")
         levels = load.run(client, model, prompts, settings, on_level=lambda concurrency: step(f"Concurrency {concurrency}"))
+    if not any(level.succeeded for level in levels):
+        intro = f"Expected answers from {given['url']}, found that every request failed:"
+        raise MeasurementError(listed(intro, load_report.error_lines(levels), load_report.error_advice(levels)))
     made = load_report.LoadReport(
         levels=tuple(levels),
         url=given["url"],
@@ -127,12 +137,6 @@ def bench_url(ctx: click.Context) -> None:
         echo_json(made.to_dict())
     else:
         echo_report(list(load_report.load_tables(levels)), list(load_report.load_footnotes(made)), markdown=given["markdown"])
-    errors = load_report.error_lines(levels)
-    if errors and not any(level.succeeded for level in levels):
-        intro = f"Expected answers from {given['url']}, found that every request failed:"
-        raise MeasurementError(listed(intro, errors, load_report.error_advice(levels)))
-    for line in errors:
-        click.echo(f"Note: {line}", err=True)
 
 
 def echo_report(tables: Sequence[Table], notes: Sequence[str], *, markdown: bool) -> None:
@@ -158,9 +162,9 @@ def command_line(ctx: click.Context) -> str:
         if isinstance(parameter, click.Argument):
             words.append(str(value))
         elif value is True:
-            words.append(parameter.opts[0])
+            words.append(option_name(parameter))
         elif isinstance(value, tuple) and not parameter.multiple:
-            words += [parameter.opts[0], ",".join(map(str, value))]
+            words += [option_name(parameter), ",".join(map(str, value))]
         else:
-            words += [word for item in (value if isinstance(value, tuple) else (value,)) for word in (parameter.opts[0], str(item))]
+            words += [word for item in (value if isinstance(value, tuple) else (value,)) for word in (option_name(parameter), str(item))]
     return shlex.join(words)

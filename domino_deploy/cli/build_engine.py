@@ -13,6 +13,7 @@ from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import as_bytes, progress
 from domino_deploy.cli.extras import needs
+from domino_deploy.cli.ranges import AT_LEAST_1
 from domino_deploy.engines import EngineSet, Flavour
 from domino_deploy.precision import Dtype
 from domino_deploy.training.prompt_file import read_conversations, tokenise
@@ -56,9 +57,9 @@ class ByteSize(click.ParamType[int]):
     metavar="X.Y",
     help="GPUs to build for, such as 8.9; repeatable.  [default: this GPU for tensorrt, all supported ones for tensorrt-rtx]",
 )
-@click.option("--max-batch-size", type=click.IntRange(min=1), default=1, help="Sequences at once.")
+@click.option("--max-batch-size", type=AT_LEAST_1, default=1, help="Sequences at once.")
 @click.option("--max-model-len", type=click.IntRange(min=128), help="Tokens of the longest sequence.  [default: the models', at most 4096]")
-@click.option("--num-speculative-tokens", type=click.IntRange(min=1), help="Tokens drafted per cycle.  [default: the bundle's]")
+@click.option("--num-speculative-tokens", type=AT_LEAST_1, help="Tokens drafted per cycle.  [default: the bundle's]")
 @click.option("--prefill-rows", type=click.IntRange(min=128), default=256, help="Prompt tokens per pass.")
 @click.option("--workspace", type=ByteSize(), default="4GiB", help="Memory that a layer may use.")
 @click.option("--opt-level", type=click.IntRange(0, 5), default=3, help="0: quick to build; 5: quick to run.")

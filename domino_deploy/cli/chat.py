@@ -1,6 +1,7 @@
 """`generate --chat`: a conversation over the engine, which keeps the caches of one turn for the next.
 
-On a terminal, what goes wrong is said and the conversation goes on; from a pipe, it ends the command.
+On a terminal, what goes wrong is said and the conversation goes on.  From a pipe, a message that cannot be answered ends the command, since
+all later ones build on it; a wrong line that begins with / is said, the others are answered, and the exit code tells.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 import click
 
 from domino_deploy.cli.closing_line import closing_line
-from domino_deploy.cli.console import as_utf8, check_prompt, from_utf8, progress
+from domino_deploy.cli.console import as_utf8, from_utf8, progress
 from domino_deploy.cli.drafting import check_count, check_count_for
-from domino_deploy.errors import DominoDeployError, RequestError
+from domino_deploy.errors import DominoDeployError, RequestError, listed, shortened
 from domino_deploy.runtime.engine import Engine, EngineSettings
 from domino_deploy.runtime.protocols import Step
-from domino_deploy.runtime.requests import ERROR, LENGTH, GenerationParams, Output, Request, RequestStatistics
+from domino_deploy.runtime.requests import ERROR, LENGTH, GenerationParams, Output, Request, RequestStatistics, check_prompt
 
 PROMPT = "> "
 COMMANDS = {
@@ -50,7 +51,7 @@ def hold_chat(ctx: click.Context, bundle: Path, opening: Mapping[str, Any], para
         system: the first system message.
 
     Raises:
-        DominoDeployError: the bundle cannot be opened or, without a terminal, a message cannot be answered.
+        DominoDeployError: the bundle cannot be opened or, without a terminal, a message cannot be answered or a command be obeyed.
     """
     if sys.stdin is None:  # closed by whoever started this process
         raise click.UsageError("Expected messages on standard input, found it closed. Pipe them in, or run this on a terminal.")
@@ -93,17 +94,24 @@ class _Chat:
     def run(self) -> None:
         if self._is_terminal:
             _note("Ctrl-D ends, /help lists commands.")
+        wrong = []
         for line in self._lines():
+            is_command = line.startswith("/")
             try:
-                if line.startswith("/"):
+                if is_command:
                     if not self._obey(line):
-                        return
+                        break
                 elif line.strip():
                     self._answer(line.strip())
             except DominoDeployError as error:
-                if not self._is_terminal or self._engine.failure is not None:
+                if self._engine.failure is not None or not (self._is_terminal or is_command):
                     raise
                 _note(str(error))
+                if is_command:
+                    wrong.append(f"{line!r:.60}")
+        if wrong and not self._is_terminal:
+            intro = f"Expected commands that can be obeyed, found {len(wrong)} that could not, while the other lines were answered:"
+            raise RequestError(listed(intro, shortened(wrong, most=10), "Correct these lines; the reasons are above."))
 
     def _lines(self) -> Iterator[str]:
         if not self._is_terminal:
@@ -217,7 +225,7 @@ class _Chat:
             if len(prompt_ids) + room <= most or dropped == len(self._turns):
                 break
             dropped += 1
-        check_prompt(len(prompt_ids), most=most - 1, model_len=most)
+        check_prompt(prompt_ids, most, called="--max-model-len")
         if dropped:
             del self._turns[:dropped]
             _note(f"The conversation outgrew the model length of {most} tokens: its oldest {dropped} turn(s) are forgotten.")

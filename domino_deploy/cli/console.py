@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from domino_deploy.errors import CapacityError, RequestError
+from domino_deploy.errors import RequestError
 
 if TYPE_CHECKING:
     from domino_deploy.training.progress import Progress as Stage
@@ -28,7 +28,8 @@ Progress = Callable[[str], None]
 
 
 class Verbosity(Enum):
-    """QUIET: no progress.  NORMAL: progress on a terminal.  VERBOSE: a line per step, wherever stderr goes."""
+    """QUIET: no progress.  NORMAL: progress on a terminal, elsewhere where `progress` is asked to.  VERBOSE: a line per step with its
+    time, wherever stderr goes."""
 
     QUIET = auto()
     NORMAL = auto()
@@ -36,8 +37,13 @@ class Verbosity(Enum):
 
 
 @contextmanager
-def progress(ctx: click.Context) -> Iterator[Progress]:
-    """A function that is told each step as it begins; shows the running step and its seconds."""
+def progress(ctx: click.Context, *, also_piped: bool = False) -> Iterator[Progress]:
+    """A function that is told each step as it begins; shows the running step and its seconds.
+
+    Args:
+        ctx: the command's.
+        also_piped: without a terminal, a line for each step: for runs of minutes with few steps, which would look hung.
+    """
     verbosity: Verbosity = ctx.obj
     if verbosity is Verbosity.VERBOSE:
         started = time.perf_counter()
@@ -51,6 +57,8 @@ def progress(ctx: click.Context) -> Iterator[Progress]:
         with Display(*columns, console=Console(stderr=True), transient=True) as display:
             task = display.add_task("Starting")
             yield lambda step: display.reset(task, description=step)
+    elif verbosity is Verbosity.NORMAL and also_piped:
+        yield lambda step: click.echo(f"{step} ...", err=True)
     else:
         yield lambda step: None
 
@@ -143,19 +151,6 @@ def from_utf8(content: bytes, name: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"Expected text in UTF-8 from {name}, found {error.reason} at byte {error.start}. Convert the text.") from error
-
-
-def check_prompt(tokens: int, *, most: int, model_len: int) -> None:
-    """Hold a prompt's length against what the model length leaves for prompts.
-
-    Raises:
-        CapacityError: it is longer.
-    """
-    if tokens > most:
-        raise CapacityError(
-            f"Expected a prompt of at most {most} tokens, for the model length of {model_len} tokens, found {tokens} tokens. "
-            "Shorten it, or start with a larger --max-model-len."
-        )
 
 
 def template_variables(text: str | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.cli.console import progress
 from domino_deploy.errors import OutOfRangeError
 from domino_deploy.runtime.prompt_lookup import MAX_PROPOSALS
+from domino_deploy.runtime.requests import speculation_problems
 from domino_deploy.runtime.session import DrafterChoice, Session
 
 
@@ -27,8 +28,9 @@ def check_count(wanted: int | None, *, most: int) -> None:
     Raises:
         OutOfRangeError: more than that.
     """
-    if wanted is not None and wanted > most:
-        raise OutOfRangeError({"num_speculative_tokens": f"must be at most {most} for this drafter, found {wanted}"}, "Ask for fewer.")
+    problems = {} if wanted is None else speculation_problems(wanted, max_proposals=most)
+    if problems:
+        raise OutOfRangeError(problems, "Correct it, or choose another drafter.")
 
 
 def check_count_for(bundle: Path, choice: DrafterChoice, wanted: int | None) -> None:

@@ -11,12 +11,13 @@ from domino_deploy.checkpoint import open_drafter, open_target
 from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import as_bytes, progress
 from domino_deploy.cli.extras import needs
+from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1
 from domino_deploy.precision import BLOCK_SIZES, Dtype, Precision
 
 _DTYPES = [str(dtype) for dtype in Dtype]
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, elsewhere={"--model": "Name the target by --target, and the drafter by --ckpt."})
 @click.option("--ckpt", "--draft", required=True, metavar="DRAFTER", help="Drafter checkpoint: a folder or a hub id.")
 @click.option("--target", required=True, metavar="TARGET", help="Target checkpoint: a folder or a hub id.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Bundle folder to make.")
@@ -24,7 +25,7 @@ _DTYPES = [str(dtype) for dtype in Dtype]
 @click.option("--target-revision", help="Hub revision of the target.")
 @click.option(
     "--num-speculative-tokens",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="Tokens to draft per cycle unless a request says otherwise.  [default: all that the drafter proposes]",
 )
 @click.option(
@@ -36,14 +37,14 @@ _DTYPES = [str(dtype) for dtype in Dtype]
 @click.option("--asymmetric", is_flag=True, help="Zero points for int8 and int4: more exact, somewhat larger.")
 @click.option(
     "--candidate-pool",
-    type=click.IntRange(min=0),
+    type=AT_LEAST_0,
     default=0,
     help="Tokens per position that the correction looks at, those with the highest base logits; 0 for the whole vocabulary.",
 )
 @click.option("--certified-pool", is_flag=True, help="Look at the whole vocabulary wherever the pool's choice is not certain.")
 @click.option(
     "--draft-vocab",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     metavar="SIZE",
     help="Tokens that the drafter may propose: the most frequent ones of --draft-vocab-from.",
 )
@@ -62,7 +63,7 @@ _DTYPES = [str(dtype) for dtype in Dtype]
 @click.option("--skip-verification", is_flag=True, help="Leave the graphs uncompared; the manifest records it.")
 @click.option(
     "--num-layers",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="Compare the target's first layers only, for models that do not fit into memory twice.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be written and what it would cost; write nothing.")
@@ -134,7 +135,7 @@ def export(
         )
         click.echo("\n".join(planned.lines()))
         ctx.exit(0 if planned.fits else 1)
-    with progress(ctx) as step:
+    with progress(ctx, also_piped=True) as step:
         bundle = export_bundle(
             ckpt,
             target,

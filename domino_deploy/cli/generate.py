@@ -11,12 +11,13 @@ import click
 
 from domino_deploy.cli.backend_flags import backend_flags
 from domino_deploy.cli.closing_line import closing_line
-from domino_deploy.cli.command import Command
-from domino_deploy.cli.console import as_utf8, check_prompt, from_utf8
+from domino_deploy.cli.command import Command, option_name
+from domino_deploy.cli.console import Verbosity, as_utf8, from_utf8
 from domino_deploy.cli.drafting import open_session
 from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, MIN_P, SEED, TEMPERATURE, TOP_P
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.protocols import Step
+from domino_deploy.runtime.requests import check_prompt
 from domino_deploy.runtime.session import (
     DEFAULT_MAX_MODEL_LEN,
     Backend,
@@ -36,7 +37,7 @@ _GENERATION = GenerationParams()
 @click.option("--chat", is_flag=True, help="A conversation: every line of standard input is a message; /help lists commands.")
 @click.option("--raw", is_flag=True, help="Take the prompt as it is, without the chat template.")
 @click.option("--system", help="System message for the chat template.")
-@click.option("--max-new-tokens", type=AT_LEAST_1, default=_GENERATION.max_new_tokens, help="Longest answer, tokens.")
+@click.option("--max-new-tokens", "--max-tokens", type=AT_LEAST_1, default=_GENERATION.max_new_tokens, help="Longest answer, tokens.")
 @click.option("--temperature", type=TEMPERATURE, default=_SAMPLING.temperature, help="0 is greedy.")
 @click.option("--top-k", type=AT_LEAST_0, default=_SAMPLING.top_k, help="Keep this many of the likeliest tokens; 0 keeps all.")
 @click.option(
@@ -113,6 +114,7 @@ def generate(
         stop_strings=stop,
         num_speculative_tokens=num_speculative_tokens,
     )
+    _warn_of_no_effect(ctx, params.sampling)
     system = None if system is None else as_utf8(system, "--system")
     choice = DrafterChoice.NONE if no_speculation else DrafterChoice(drafter)
     opening: dict[str, Any] = {
@@ -130,8 +132,7 @@ def generate(
     text = _prompt_text(prompt)
     with open_session(ctx, bundle, num_speculative_tokens, **opening) as session:
         prompt_ids = session.prompt_ids(text, chat=not raw, system=system)
-        capacity = session.target.capacity
-        check_prompt(len(prompt_ids), most=capacity, model_len=capacity)
+        check_prompt(prompt_ids, session.target.capacity, called="--max-model-len")
         steps: list[Step] = []
         started = prefilled = time.perf_counter()
         for chunk in session.generate(prompt_ids, params):
@@ -142,6 +143,20 @@ def generate(
         ended = time.perf_counter()
     click.echo()
     click.echo(closing_line(steps, prefill_seconds=prefilled - started, decode_seconds=ended - prefilled), err=True)
+
+
+def _warn_of_no_effect(ctx: click.Context, sampling: SamplingParams) -> None:
+    """Say which options choose among tokens where greedy decoding leaves no choice."""
+    idle = [
+        option_name(option)
+        for option in ctx.command.params
+        if option.name in ("top_k", "top_p", "min_p") and getattr(sampling, option.name) != getattr(_SAMPLING, option.name)
+    ]
+    if idle and sampling.temperature == 0 and ctx.obj is not Verbosity.QUIET:
+        click.echo(
+            f"Warning: expected a --temperature above 0 for {', '.join(idle)} to have an effect, found 0, which is greedy. Raise it.",
+            err=True,
+        )
 
 
 def _prompt_text(prompt: str | None) -> str:

@@ -13,7 +13,7 @@ from domino_deploy.cli.answer_flags import answer_flags
 from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import Verbosity, as_bytes, echo_json, progress_bar, template_variables
 from domino_deploy.cli.extras import needs
-from domino_deploy.cli.ranges import AT_LEAST_0, MIN_P, SEED, TEMPERATURE, TOP_P
+from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, MIN_P, SEED, TEMPERATURE, TOP_P
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.training.answer_options import Answering
@@ -51,7 +51,7 @@ _PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
 @click.option("--seed", type=SEED, default=_SAMPLING.seed, help="Of the sampling.")
 @click.option("--part", metavar="I/N", help="Answer every N-th prompt, I from 0 to N-1.  [default: all; under torchrun the rank's share]")
 @click.option("--features/--no-features", default=True, help="Keep the features that training reads; without, training computes them.")
-@click.option("--num-taps", type=click.IntRange(min=1), default=_DEFAULT.num_taps, help="Target layers whose features are kept.")
+@click.option("--num-taps", type=AT_LEAST_1, default=_DEFAULT.num_taps, help="Target layers whose features are kept.")
 @click.option("--soft-labels", is_flag=True, help="Keep the last layer's normed output too, for training on the target's distribution.")
 @click.option("--json", is_flag=True, help="The result as one JSON object.")
 @click.pass_context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import click
 
 from domino_deploy.cli.backend_flags import backend_flags
-from domino_deploy.cli.command import Command
-from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, FiniteRange
+from domino_deploy.cli.command import Command, made_variable
+from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, FiniteRange, TokenCount
 from domino_deploy.runtime.engine_settings import MAX_SEQUENCES, EngineSettings
 from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, DrafterChoice
 from domino_deploy.server.logs import LogFormat
@@ -20,6 +21,27 @@ _ENGINE = EngineSettings()
 _SERVER = ServerSettings()
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+
+class KeyOption(click.Option):
+    """Where keys come from: a variable that is set, but to nothing, is a secret that went missing, and must not open the server."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        variable = made_variable(ctx, self)
+        value = os.environ.get(variable)
+        if value is not None and not value.strip():
+            raise click.UsageError(
+                f"Expected API keys by the environment variable {variable}, found it empty. Correct it, or unset it to ask for no key.", ctx
+            )
+        return super().resolve_envvar_value(ctx)
+
+
+class _Keys(click.types.StringParamType):
+    """Keys in a variable stand one per line, as in a file; by default white space would divide them, and a key with a space be two."""
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [line.strip() for line in rv.splitlines() if line.strip()]
+
+
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
     "Address and access": (
@@ -27,11 +49,14 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
         click.option("--port", type=click.IntRange(0, MAX_PORT), default=_SERVER.port, help="Port to listen on; 0 for any free one."),
         click.option(
             "--api-key",
+            cls=KeyOption,
+            type=_Keys(),
             multiple=True,
             metavar="KEY",
-            help="Key that clients must send; may be given several times. Without any, none is asked for.",
+            help="Key that clients must send; may be given several times, in the environment variable one per line. "
+            "Without any, none is asked for.",
         ),
-        click.option("--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="Further keys, one per line."),
+        click.option("--api-key-file", cls=KeyOption, type=click.Path(path_type=Path), metavar="FILE", help="Further keys, one per line."),
         click.option(
             "--served-model-name",
             multiple=True,
@@ -51,8 +76,9 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
         backend_flags,
         click.option(
             "--max-model-len",
-            type=AT_LEAST_1,
-            help=f"Longest prompt and answer together, tokens; by default the target's, but not above {DEFAULT_MAX_MODEL_LEN}.",
+            type=TokenCount(min=1),
+            help=f"Longest prompt and answer together, tokens (32k: 32000, 32K: 32768); by default the target's, but not above "
+            f"{DEFAULT_MAX_MODEL_LEN}.",
         ),
         click.option(
             "--max-num-seqs",

@@ -12,6 +12,7 @@ from domino_deploy.cli.answer_flags import answer_flags
 from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import echo_json, progress_bar, template_variables
 from domino_deploy.cli.extras import needs
+from domino_deploy.cli.ranges import AT_LEAST_1
 from domino_deploy.errors import RequestError, TrainingError
 from domino_deploy.training.answer_options import Answering
 from domino_deploy.training.prompt_file import read_conversations
@@ -100,7 +101,7 @@ def _recipe_options(command: click.Command) -> click.Command:
 @click.option(
     "--mean-tokens", type=click.IntRange(min=1, max=10**12), metavar="N", help="For --dry-run: their mean length, prompt included."
 )
-@click.option("--processes", type=click.IntRange(min=1), metavar="N", help="For --dry-run: number of GPUs.  [default: 1]")
+@click.option("--processes", type=AT_LEAST_1, metavar="N", help="For --dry-run: number of GPUs.  [default: 1]")
 @click.option("--json", is_flag=True, help="The result as one JSON object.")
 @click.pass_context
 def _train(

@@ -11,6 +11,7 @@ import click
 from domino_deploy.cli.command import Command
 from domino_deploy.cli.console import echo_json, echo_table, progress
 from domino_deploy.cli.extras import needs
+from domino_deploy.cli.ranges import AT_LEAST_1
 from domino_deploy.errors import RequestError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _COLUMNS = ("graph", "output", "case", "largest error", "mean error", "of scale"
 )
 @click.option(
     "--num-layers",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="Compare the target's first layers only, for targets that do not fit into memory twice.",
 )
 @click.option(
@@ -70,7 +71,7 @@ def verify(
     tolerances = Tolerances.parse(atol=atol, rtol=rtol)
     if report is not None:
         _check_place(report, bundle)
-    with progress(ctx) as step:
+    with progress(ctx, also_piped=True) as step:
         found = verify_bundle(bundle, tolerances=tolerances, num_layers=num_layers, progress=step)
     if json:
         echo_json(found.to_dict())

@@ -12,7 +12,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from domino_deploy.errors import RequestError
-from domino_deploy.runtime.requests import LENGTH, STOP, GenerationParams, Output, OutputToken, RequestStatistics, TokenLogprobs
+from domino_deploy.runtime.requests import (
+    LENGTH,
+    STOP,
+    GenerationParams,
+    Output,
+    OutputToken,
+    RequestStatistics,
+    TokenLogprobs,
+    longest_prompt,
+)
 from domino_deploy.server.bridge import Generation, while_connected
 from domino_deploy.server.errors import ApiError, api_error, error_body
 from domino_deploy.server.fields import GenerationFields
@@ -204,10 +213,11 @@ class _Exchange:
 
     def _chunk(self, answer: Answer, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._envelope, "choices": [choice]}
-        if self._body.wants_usage_chunk:
-            chunk["usage"] = None
         # The first chunk of a chat bears the role alone: its tokens come with the text.
-        if self._body.speculation_details and "role" not in choice.get("delta", ()):
+        has_tokens = "role" not in choice.get("delta", ())
+        if self._body.wants_usage_chunk:
+            chunk["usage"] = _usage_so_far(answer, has_tokens=has_tokens) if self._body.wants_usage_in_chunks else None
+        if self._body.speculation_details and has_tokens:
             chunk["speculation"] = answer.details.take()
         return chunk
 
@@ -223,19 +233,27 @@ class _Exchange:
         self._record.answer = "\n".join(answer.text for answer in self._answers)
 
 
+def _usage_so_far(answer: Answer, *, has_tokens: bool) -> dict[str, int]:
+    """Of one choice; how much of its prompt was found in a cache is known at the end only."""
+    told = len(answer.tokens) if answer.statistics is None else answer.statistics.generated_tokens
+    prompt, generated = len(answer.prompt_ids), told if has_tokens else 0
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
 def check_prompts(prompts: Sequence[Sequence[int]], *, param: str, max_model_len: int, vocab_size: int) -> None:
     """Check prompts before the first one runs.
 
     Raises:
         ApiError: 400; an empty or too long one, or a token that the target does not have.
     """
+    most = longest_prompt(max_model_len)
     for prompt in prompts:
         if not prompt:
             raise ApiError(400, f"{param}: expected at least one token, found none. Send a longer prompt.", param=param)
-        if len(prompt) >= max_model_len:
+        if len(prompt) > most:
             raise ApiError(
                 400,
-                f"{param}: expected at most {max_model_len - 1} tokens, the model's length {max_model_len} without one for the answer, "
+                f"{param}: expected at most {most} tokens, the model's length {max_model_len} without one for the answer, "
                 f"found {len(prompt)}. Shorten the prompt.",
                 param=param,
                 code="context_length_exceeded",

@@ -13,8 +13,9 @@ from starlette.requests import Request
 
 from domino_deploy.errors import listed, shortened
 from domino_deploy.server.errors import ApiError
+from domino_deploy.server.not_honoured import Neutral, asks_for_nothing
 from domino_deploy.server.problems import Place, Problem, described, joined, shown
-from domino_deploy.server.state import state_of
+from domino_deploy.server.state import ServerState, state_of
 from domino_deploy.strict_json import JsonObject, strict_value
 
 # JSON schemas of tools nest some ten levels; Python's own limit is the stack.
@@ -28,14 +29,15 @@ _ADVICE = "Correct the body and send the request again."
 class Body(BaseModel):
     """A JSON object of a client: types as they are, no conversions; unknown fields are ignored.
 
-    not_honoured: known fields that this server has no use for, each with the values that ask for nothing (null always does); instead:
-    of some of them, the field of ours that does their work.
+    not_honoured: known fields that this server has no use for, each with values that ask for nothing (see `asks_for_nothing`); instead:
+    of some of them, the field of ours that does their work; parts: fields that are objects with such fields of their own.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
-    not_honoured: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    not_honoured: ClassVar[Neutral] = {}
     instead: ClassVar[Mapping[str, str]] = {}
+    parts: ClassVar[Mapping[str, type[Body]]] = {}
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong across fields, once every field is right by itself."""
@@ -53,7 +55,8 @@ async def read_body(request: Request, model: type[AnyBody]) -> AnyBody:
             the first place of all.
     """
     _check_content_type(request.headers.get("content-type"))
-    seconds = state_of(request).settings.body_seconds
+    state = state_of(request)
+    seconds = state.settings.body_seconds
     try:
         async with asyncio.timeout(seconds):
             text = await request.body()
@@ -65,11 +68,10 @@ async def read_body(request: Request, model: type[AnyBody]) -> AnyBody:
             headers={"Connection": "close"},  # the rest of the body may still come
         ) from error
     # Long token lists take a while, in which others' streams must go on.
-    return await run_in_threadpool(parse_body, text, model)
+    return await run_in_threadpool(_parsed, text, model, state)
 
 
-def parse_body(text: bytes, model: type[AnyBody]) -> AnyBody:
-    """As `read_body`, of a body that was read."""
+def _parsed(text: bytes, model: type[AnyBody], state: ServerState) -> AnyBody:
     value = _json_object(text)
     problems = list(_refused_fields(value, model))
     if problems:
@@ -77,10 +79,13 @@ def parse_body(text: bytes, model: type[AnyBody]) -> AnyBody:
     try:
         body = model.model_validate(value)
     except ValidationError as error:
-        raise invalid(described(error.errors(include_url=False), value)) from error
+        problems = described(error.errors(include_url=False), value)
+        raise invalid([_naming_models(problem, value, state.model_names) for problem in problems]) from error
     problems = list(body.problems())
     if problems:
         raise invalid(problems)
+    known = dict.fromkeys(field.alias or name for name, field in model.model_fields.items())
+    state.unknown_fields.note([name for name in value if name not in known and name not in model.not_honoured], known)
     return body
 
 
@@ -126,7 +131,7 @@ def _check_tree(value: JsonObject) -> None:
     while waiting:
         place, item = waiting.pop()
         if len(place) > MAX_DEPTH:
-            raise ApiError(400, f"Expected JSON of at most {MAX_DEPTH} levels, found more. {_ADVICE}", param=str(place[0]))
+            raise ApiError(400, f"Expected JSON of at most {MAX_DEPTH} levels, found more. {_ADVICE}", param=joined(place[:1]))
         for step, inner in item.items() if isinstance(item, dict) else enumerate(item):
             if isinstance(step, str):
                 _check_text(step, place, step)
@@ -148,15 +153,22 @@ def _check_text(text: str, place: Place, step: str | int) -> None:
         ) from error
 
 
-def _refused_fields(value: JsonObject, model: type[Body]) -> Iterator[Problem]:
+def _naming_models(problem: Problem, value: JsonObject, names: Sequence[str]) -> Problem:
+    """Who sent no model is told what there is."""
+    if problem[0] != "model" or value.get("model") is not None:
+        return problem
+    found = "null" if "model" in value else "no such field"
+    return "model", f"expected {' or '.join(map(shown, names))}, which is served here, found {found}"
+
+
+def _refused_fields(value: JsonObject, model: type[Body], place: str = "") -> Iterator[Problem]:
     for name, neutral in model.not_honoured.items():
         given = value.get(name)
-        if given is not None and not any(_same(given, allowed) for allowed in neutral):
+        if not asks_for_nothing(name, given, neutral, value):
             wanted = " or ".join(["left out", *(shown(allowed) for allowed in neutral)])
             other = f", with {model.instead[name]} in its place" if name in model.instead else ""
-            yield name, f"this server does not support it; expected it {wanted}{other}, found {shown(given)}"
-
-
-def _same(given: object, allowed: object) -> bool:
-    # For Python, true is 1.
-    return isinstance(given, bool) == isinstance(allowed, bool) and given == allowed
+            yield f"{place}{name}", f"this server does not support it; expected it {wanted}{other}, found {shown(given)}"
+    for name, part in model.parts.items():
+        inner = value.get(name)
+        if isinstance(inner, dict):
+            yield from _refused_fields(inner, part, f"{place}{name}.")

@@ -30,9 +30,9 @@ async def completions(request: Request) -> Response:
     engine = state.engine
     params = body.generation_params(
         vocab_size=engine.bundle.target.vocab_size,
-        max_new_tokens=max(1, body.wanted_tokens),
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        max_new_tokens=engine.max_model_len if body.wanted_tokens is None else max(1, body.wanted_tokens),
+        logprobs=body.wanted_logprobs,
+        prompt_logprobs=body.wanted_logprobs if body.echo else None,
     )
     prompts = await run_in_threadpool(_tokenised, body, engine.tokenizer, engine.max_model_len)
     check_prompts(prompts, param="prompt", max_model_len=engine.max_model_len, vocab_size=engine.bundle.target.vocab_size)
@@ -50,7 +50,7 @@ class CompletionForm:
     def __init__(self, body: CompletionBody, tokenizer: Tokenizer, texts: TokenTexts) -> None:
         self._prompts = body.prompts
         self._echoes = bool(body.echo)
-        self._has_logprobs = body.logprobs is not None
+        self._has_logprobs = body.wanted_logprobs is not None
         self._tokenizer = tokenizer
         self._logprobs = [CompletionLogprobs(texts) for _ in self._prompts]
         self._is_echoed = [False] * len(self._prompts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,6 +88,12 @@ def log_request(record: RequestRecord, *, with_texts: bool) -> None:
 def log_fields(logger: logging.Logger, level: int, message: str, fields: Mapping[str, Any]) -> None:
     """Log a message with named values."""
     logger.log(level, message, extra={_FIELDS: fields})
+
+
+def configure_logging(log_format: LogFormat, level: str) -> None:
+    """Write the log, warnings of Python's included, to stderr; arguments as below."""
+    logging.config.dictConfig(logging_config(log_format, level))
+    logging.captureWarnings(capture=True)
 
 
 def logging_config(log_format: LogFormat, level: str) -> dict[str, Any]:

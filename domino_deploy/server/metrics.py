@@ -25,6 +25,8 @@ from domino_deploy.runtime.controller import Reason
 from domino_deploy.runtime.protocols import TermsMs
 from domino_deploy.runtime.requests import ABORT, ERROR, LENGTH, STOP, CycleRecord, Request, RequestStatistics
 from domino_deploy.server.acceptance_floor import FLOOR, WINDOW_DRAFTS, AcceptanceFloor
+from domino_deploy.server.activity import WorkDone
+from domino_deploy.server.metrics_sizes import LABELS, RequestSizes
 from domino_deploy.server.state import state_of
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_LABELS = ("model_name", "engine")
+_CACHE_LABELS = ("block_size", "num_gpu_blocks")
 _ENGINE = "0"  # vLLM numbers its engines; there is one here
 _PROBES = (Reason.PLAIN_PROBE, Reason.SPECULATION_PROBE)
 _PLAIN_REASONS = (Reason.LOW_ACCEPTANCE, Reason.COSTLY_BATCH, Reason.OTHERS_JOIN)
@@ -63,13 +65,13 @@ class Metrics:
         self._accepted_per_position = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Proposed tokens that were accepted, by their position in the block.",
-            (*_LABELS, "position"),
+            (*LABELS, "position"),
             registry=self.registry,
         )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of the prompts that were answered.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens given out.")
         self._finished = Counter(
-            "vllm:request_success", "Requests that ended, by how.", (*_LABELS, "finished_reason"), registry=self.registry
+            "vllm:request_success", "Requests that ended, by how.", (*LABELS, "finished_reason"), registry=self.registry
         )
         for reason in _FINISH_REASONS:  # a rate needs the zero before the first one
             self._finished.labels(*self._values, reason)
@@ -93,7 +95,7 @@ class Metrics:
         self._disabled = Counter(
             "domino_speculation_disabled",
             "How often the controller went over to plain decoding, by reason.",
-            (*_LABELS, "reason"),
+            (*LABELS, "reason"),
             registry=self.registry,
         )
         for reason in _PLAIN_REASONS:
@@ -101,21 +103,24 @@ class Metrics:
         self._is_below_floor = Gauge(
             "domino_acceptance_below_floor",
             f"1 while the mean acceptance length of the last {WINDOW_DRAFTS} drafts is below {FLOOR}.",
-            _LABELS,
+            LABELS,
             registry=self.registry,
         ).labels(*self._values)
+        self._sizes: RequestSizes | None = None  # as soon as the model's length is known
         self._is_plain = False  # the controller's last word, probes apart
         self._floor = AcceptanceFloor()
+        self.work = WorkDone()  # for the log
 
     def watch(self, engine: Engine, *, provider: str, drafter: str) -> None:
         """Read the gauges from this engine, at each scrape; say what it serves."""
         self.registry.register(_Gauges(engine, self._values))
+        self._sizes = RequestSizes(self.registry, self._values, engine.max_model_len)
         for position in range(engine.max_speculative_tokens):  # as of the reasons above: the zero first
             self._accepted_per_position.labels(*self._values, str(position))
         sources = engine.bundle.manifest.sources
         names = ("version", "target", "draft", "provider", "precision")
         target, draft = sources["target"].name, sources["drafter"].name if drafter == "bundle" else drafter
-        info = Gauge("domino_build_info", "What is served, as labels; always 1.", (*_LABELS, *names), registry=self.registry)
+        info = Gauge("domino_build_info", "What is served, as labels; always 1.", (*LABELS, *names), registry=self.registry)
         info.labels(*self._values, __version__, target, draft, provider, engine.bundle.precision.name).set(1)
 
     def queued(self, request: Request) -> None:
@@ -123,6 +128,7 @@ class Metrics:
 
     def prefilled(self, rows: int, seconds: float) -> None:
         self._iteration.observe(rows)
+        self.work.prompt_rows += rows
 
     def cycled(self, record: CycleRecord) -> None:
         self._iteration.observe(record.tokens)
@@ -130,6 +136,7 @@ class Metrics:
             milliseconds = getattr(record.terms_ms, term)
             if record.width or term in ("verify", "other"):
                 histogram.observe(milliseconds / 1e3)
+        self.work.count_cycle(record)
         self._drafts.inc(record.drafts)
         self._proposed.inc(record.proposed)
         self._accepted.inc(record.accepted)
@@ -139,6 +146,7 @@ class Metrics:
 
     def delivered(self, request: Request, tokens: int, seconds_since_last: float | None) -> None:
         self._generation_tokens.inc(tokens)
+        self.work.generated_tokens += tokens
         if seconds_since_last is not None:
             self._between.observe(seconds_since_last)
 
@@ -150,6 +158,8 @@ class Metrics:
             return
         self._prompt_tokens.inc(statistics.prompt_tokens)
         self._cached.inc(statistics.cached_tokens)
+        if self._sizes is not None:
+            self._sizes.count(request, statistics)
         self._first_token.observe(statistics.first_token_seconds)
         self._prefill.observe(statistics.prefill_seconds)
         self._decode.observe(statistics.decode_seconds)
@@ -165,15 +175,15 @@ class Metrics:
         if reason == Reason.OTHERS_JOIN:  # for some cycles, at every arrival: nothing to log
             return
         if (width == 0) is not self._is_plain:
-            _LOG.info("Speculation is %s: %s", "off" if width == 0 else "on", reason.replace("_", " "))
+            _LOG.debug("Speculation is %s: %s", "off" if width == 0 else "on", reason.replace("_", " "))
         self._is_plain = width == 0
 
     def _counter(self, name: str, documentation: str) -> Counter:
         """The client library adds `_total` to the name."""
-        return Counter(name, documentation, _LABELS, registry=self.registry).labels(*self._values)
+        return Counter(name, documentation, LABELS, registry=self.registry).labels(*self._values)
 
     def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, documentation, _LABELS, registry=self.registry, buckets=buckets).labels(*self._values)
+        return Histogram(name, documentation, LABELS, registry=self.registry, buckets=buckets).labels(*self._values)
 
 
 class _Gauges(Collector):
@@ -189,11 +199,15 @@ class _Gauges(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for one.", found.waiting)
         usage = found.used_rows / found.total_rows if found.total_rows else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Part of the cache's rows in use, 0 to 1.", usage)
+        # vLLM's words for a cache: here a block is one row, and a prompt takes over any number of them.
+        cache = GaugeMetricFamily("vllm:cache_config_info", "The caches, as labels; always 1.", labels=(*LABELS, *_CACHE_LABELS))
+        cache.add_metric((*self._values, "1", str(found.total_rows)), 1)
+        yield cache
         yield self._gauge("domino_speculation_width", "Tokens drafted per cycle now, 0 for plain decoding.", found.width)
         yield self._gauge("domino_acceptance_length", "Mean acceptance length of recent cycles.", found.acceptance_length)
 
     def _gauge(self, name: str, documentation: str, value: float | None) -> Metric:
-        gauge = GaugeMetricFamily(name, documentation, labels=_LABELS)
+        gauge = GaugeMetricFamily(name, documentation, labels=LABELS)
         if value is not None:  # not known yet: no sample is truer than a number
             gauge.add_metric(self._values, value)
         return gauge

@@ -30,7 +30,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
 _SHOWN_CHARACTERS = 80
 
-_SECURITY_HEADERS = {
+SECURITY_HEADERS = {
     # Scripts and styles are files of ours, requests go to this server, and nothing else is loaded or may embed the page.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -93,7 +93,7 @@ class SecurityHeaders:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in _SECURITY_HEADERS.items():
+                for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
@@ -206,9 +206,14 @@ class BodyLimit:
         )
 
 
+def new_request_id() -> str:
+    """For a request that brings none, or none that can be taken over."""
+    return uuid.uuid4().hex
+
+
 def _request_id(headers: Headers) -> str:
     given = headers.get(REQUEST_ID_HEADER, "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else new_request_id()
 
 
 def _digest(key: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,9 +20,11 @@ async def list_models(request: Request) -> Response:
 
 
 async def one_model(request: Request) -> Response:
-    """One name; 404 for what is not served."""
+    """One name; 404 for what is not served, and for none."""
     state = state_of(request)
     name = request.path_params["model"]
+    if not name:
+        raise HTTPException(404)  # /v1/models/: the list was meant
     check_model_name(state, name)
     return JSONResponse(_entry(state, name))
 

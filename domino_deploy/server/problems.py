@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -25,6 +27,7 @@ EXPECTED: Mapping[str, str] = {
     "bool_type": "true or false",
     "none_required": "null",
     "literal_error": "{expected}",
+    "no_text_part": '"text" (images, audio, video and files are not supported)',
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
@@ -37,6 +40,10 @@ EXPECTED: Mapping[str, str] = {
 _OTHERWISE = "what /openapi.json describes"
 _MOST_SHOWN = 8
 _LONGEST_SHOWN = 60
+_LONGEST_NAME = 80
+_LONGEST_PLACE = 300
+# As Python spells texts and constants, which is how pydantic lists the values of a literal.
+_PYTHON_LITERAL = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\b(?:True|False|None)\b""")
 
 
 def described(errors: Sequence[ErrorDetails], value: object) -> list[Problem]:
@@ -59,19 +66,45 @@ def described(errors: Sequence[ErrorDetails], value: object) -> list[Problem]:
     for _, found in furthest.values():
         for place, error in found:
             by_place.setdefault(place, []).append(error)
-    return [(joined(place), _problem(alternatives)) for place, alternatives in by_place.items()]
+    return [(joined(place), _problem(alternatives)) for place, alternatives in _causes(by_place).items()]
 
 
 def joined(place: Place) -> str:
-    """OpenAI's way to write it: `messages[0].content`."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:80]}" for step in place)
-    return text.removeprefix(".")
+    """OpenAI's way to write it: `messages[0].content`.  Clients may make up names, and nest them: the end of a long one is left out."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:_LONGEST_NAME]}" for step in place).removeprefix(".")
+    return text if len(text) <= _LONGEST_PLACE else f"{text[: _LONGEST_PLACE - 3]}..."
 
 
 def shown(value: object) -> str:
     """A value of the client, short enough for a message."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+    text = ""
+    for piece in _json_pieces(value):
+        text += piece
+        if len(text) > _LONGEST_SHOWN:
+            return f"{text[: _LONGEST_SHOWN - 3]}..."
+    return text
+
+
+def _json_pieces(value: object) -> Iterator[str]:
+    """A value as JSON, bit by bit: whoever needs the beginning pays for no more.  Texts end where nobody shows more of them."""
+    if isinstance(value, str):
+        yield json.dumps(value[:_LONGEST_SHOWN])
+    elif isinstance(value, list):
+        yield "["
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _json_pieces(item)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (name, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _json_pieces(name)
+            yield ": "
+            yield from _json_pieces(item)
+        yield "}"
+    else:
+        yield json.dumps(value)
 
 
 def _problem(alternatives: Sequence[ErrorDetails]) -> str:
@@ -80,16 +113,21 @@ def _problem(alternatives: Sequence[ErrorDetails]) -> str:
     return f"expected {expected}, found {'no such field' if first['type'] == 'missing' else _shown_input(first['input'])}"
 
 
+def _causes(by_place: Mapping[Place, list[ErrorDetails]]) -> Mapping[Place, list[ErrorDetails]]:
+    """Without fields that are missing beside a wrong `type`: they belong to a type that the object does not have."""
+    untyped = {place[:-1] for place, errors in by_place.items() if place[-1:] == ("type",) and not _are_missing(errors)}
+    return {place: errors for place, errors in by_place.items() if place[:-1] not in untyped or not _are_missing(errors)}
+
+
+def _are_missing(alternatives: Sequence[ErrorDetails]) -> bool:
+    return all(error["type"] == "missing" for error in alternatives)
+
+
 def _expected(error: ErrorDetails) -> str:
-    context = {name: _spelled(value) for name, value in error.get("ctx", {}).items()}
+    context = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in error.get("ctx", {}).items()}
+    if error["type"] == "literal_error":
+        context["expected"] = _PYTHON_LITERAL.sub(lambda found: json.dumps(ast.literal_eval(found[0])), context["expected"])
     return EXPECTED.get(error["type"], _OTHERWISE).format(**context)
-
-
-def _spelled(value: object) -> str:
-    """A bound, or the values of a literal, as JSON has them."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value).replace("'", '"').replace("False", "false")
 
 
 def _shown_input(value: object) -> str:

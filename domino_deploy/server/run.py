@@ -19,6 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from domino_deploy.errors import RequestError
+from domino_deploy.server.activity import ActivityLog
 from domino_deploy.server.connections import ServerConfig
 from domino_deploy.server.state import ServerState
 
@@ -85,13 +86,17 @@ async def _run(app: Starlette, listening: socket.socket, announce: Callable[[], 
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, ending)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     state.engine.start()
+    telling = None if state.metrics is None else asyncio.create_task(ActivityLog(state.metrics.work, state.engine.snapshot).keep_telling())
     try:
         await _until_the_end(state.engine, ending, serving, announce)
-        await _finish_requests(state)
+        last_words = await _finish_requests(state)
     finally:
+        if telling is not None:
+            telling.cancel()
         await asyncio.to_thread(state.engine.close)
         server.should_exit = True
         await serving
+    _LOG.info(last_words)
     return 0 if state.engine.failure is None else 1
 
 
@@ -104,19 +109,29 @@ async def _until_the_end(engine: Engine, ending: asyncio.Event, serving: asyncio
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _finish_requests(state: ServerState) -> None:
-    """Drain the engine; requests that come meanwhile are answered with 503."""
+async def _finish_requests(state: ServerState) -> str:
+    """Drain the engine; requests that come meanwhile are answered with 503.  What there is to say in the end."""
     engine = state.engine
     state.is_draining = True
     if engine.failure is None:
-        running = engine.snapshot()
-        _LOG.info("Ending: %d running and %d waiting requests may finish", running.running, running.waiting)
-        is_empty = await asyncio.to_thread(engine.drain, state.settings.drain_seconds)
-        if not is_empty:
-            _LOG.warning("Ending: requests did not finish within %g seconds and are aborted", state.settings.drain_seconds)
-    if engine.failure is not None:
-        _LOG.error("The engine failed, the server ends", exc_info=engine.failure)
-        await asyncio.sleep(_LAST_ANSWERS_SECONDS)
+        last_words = await _drain(engine, state.settings.drain_seconds)
+        if engine.failure is None:
+            return last_words
+    _LOG.error("The engine failed, the server ends", exc_info=engine.failure)
+    await asyncio.sleep(_LAST_ANSWERS_SECONDS)
+    return "Ended: the engine failed"
+
+
+async def _drain(engine: Engine, seconds: float) -> str:
+    engine.drain(0)  # none come any more: the numbers add up
+    before = engine.snapshot()
+    _LOG.info("Ending: %d running and %d waiting requests may finish", before.running, before.waiting)
+    aborted = 0
+    if not await asyncio.to_thread(engine.drain, seconds):
+        left = engine.snapshot()
+        aborted = left.running + left.waiting
+        _LOG.warning("Ending: requests did not finish within %g seconds and are aborted", seconds)
+    return f"Ended: {before.running + before.waiting - aborted} requests finished, {aborted} aborted"
 
 
 def _on_signal(number: int, ending: asyncio.Event) -> None:

@@ -6,26 +6,37 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
+from domino_deploy.errors import shortened
 from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, tool_calls
 from domino_deploy.server.body import Body
-from domino_deploy.server.fields import MAX_NAME_CHARACTERS, MAX_TOKENS, GenerationFields, Name, TopLogprobs
+from domino_deploy.server.fields import MAX_TOKENS, NO_LIMIT, GenerationFields, TopLogprobs
 from domino_deploy.server.not_honoured import CHAT_INSTEAD, CHAT_NOT_HONOURED, Neutral
 from domino_deploy.server.problems import Problem, shown
+from domino_deploy.server.schemas_structured import MAX_NAME_CHARACTERS, Name
 from domino_deploy.server.settings import OWN_TEMPLATE_VARIABLES
+from domino_deploy.server.strict_schema import closed
 
 # Far above what conversations hold, low enough for a template to run through; OpenAI takes 128 tools.
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 128
 MAX_TEMPLATE_VARIABLES = 64
+_MOST_NAMES = 8  # in a message
+
+
+def _text_only(found: object) -> object:
+    if isinstance(found, str) and found != "text":
+        raise PydanticCustomError("no_text_part", "expected text")  # told in words of `problems.EXPECTED`
+    return found
 
 
 class TextPart(Body):
     """A piece of a message's text; images, audio and files are refused."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_text_only)]
     text: str
 
 
@@ -40,7 +51,7 @@ class ToolCall(Body):
     """One call of a tool in an earlier message of the assistant."""
 
     id: str | None = Field(default=None, description="What the tool's message names as `tool_call_id`.")
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     @property
@@ -96,7 +107,15 @@ class Function(Body):
     name: Name = Field(description="Each tool needs one of its own.")
     description: str | None = Field(default=None, description="For the model: what it does and when to call it.")
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of its arguments; none if left out.")
-    strict: bool | None = Field(default=None, description="true: calls match the schema; forced ones do in any case.")
+    strict: bool | None = Field(
+        default=None, description="true: calls match the schema, whose objects have no other properties; forced ones match in any case."
+    )
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any] | None:
+        """What calls must match where they are constrained; None for no arguments."""
+        found: dict[str, Any] | None = closed(self.parameters) if self.strict else self.parameters
+        return found
 
 
 class Tool(Body):
@@ -157,7 +176,7 @@ class ChatBody(GenerationFields):
         """The grammar of calls, or the response format's."""
         if not self._constrains_calls:
             return super().constraint()
-        schemas = {tool.function.name: tool.function.parameters for tool in self.usable_tools}
+        schemas = {tool.function.name: tool.function.schema_of_arguments for tool in self.usable_tools}
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return tool_calls({name: schemas[name]}, is_forced=True, is_parallel=False)
@@ -172,7 +191,8 @@ class ChatBody(GenerationFields):
     @property
     def wanted_tokens(self) -> int | None:
         """Tokens to generate at most; None for what the model's length allows."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return None if wanted == NO_LIMIT else wanted
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -201,7 +221,7 @@ class ChatBody(GenerationFields):
         names = [tool.function.name for tool in self.tools or ()]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            yield "tools", f"expected each name once, found more of {', '.join(twice)}"
+            yield "tools", f"expected each name once, found more of {', '.join(shortened(twice, _MOST_NAMES))}"
         if len(json.dumps([tool.model_dump() for tool in self.tools or ()])) > MAX_SOURCE_CHARACTERS:
             yield "tools", f"expected at most {MAX_SOURCE_CHARACTERS} characters of JSON, found more"
         if not names and self.tool_choice in (None, "none"):
@@ -210,5 +230,6 @@ class ChatBody(GenerationFields):
             yield "tool_choice", "expected it with tools only, found no tools"
         elif isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             yield "tool_choice", f"expected the name of one of the tools, found {shown(self.tool_choice.function.name)}"
-        if self.usable_tools and self.response_format is not None and self.response_format.type != "text":
-            yield "response_format", f"expected type text beside tools that may be called, found {self.response_format.type}"
+        form = super().constraint_field
+        if self.usable_tools and form is not None:
+            yield form, "expected no form of the answer beside tools that may be called, found both"

@@ -53,6 +53,14 @@ class CompletionChunkChoice(AnswerPart):
     stop_reason: int | str | None
 
 
+class UsageSoFar(AnswerPart):
+    """Token counts of one choice, up to this chunk."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
 class Chunk(AnswerPart):
     """What chunks of both endpoints carry."""
 
@@ -60,7 +68,10 @@ class Chunk(AnswerPart):
     created: int = Field(description="Unix seconds.")
     model: str
     system_fingerprint: None
-    usage: Usage | None = Field(default=None, description="With include_usage: in a chunk without choices, the last one; null before it.")
+    usage: Usage | UsageSoFar | None = Field(
+        default=None,
+        description="With include_usage: in a chunk without choices, the last one; before it null, or with continuous_usage_stats so far.",
+    )
     metrics: AnswerMetrics | None = Field(default=None, description="With --per-request-spec-decode-metrics, beside the usage.")
     speculation: AnswerSpeculation | None = Field(default=None, description="With speculation_details: of what this chunk adds.")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from domino_deploy.server.fields import GenerationFields, TokenId, TopLogprobs
+from domino_deploy.server.fields import NO_LIMIT, GenerationFields, TokenId, TopLogprobs
 from domino_deploy.server.not_honoured import COMPLETION_INSTEAD, COMPLETION_NOT_HONOURED, Neutral
 from domino_deploy.server.problems import Problem
 
@@ -31,7 +31,17 @@ class CompletionBody(GenerationFields):
         description="A text, token ids, or a list of either, which gives a choice for each."
     )
     echo: bool | None = Field(default=None, description="Put the prompt before the answer, in logprobs too.")
-    logprobs: TopLogprobs | None = Field(default=None, description="Likeliest tokens to report at each position, beside the chosen one.")
+    logprobs: TopLogprobs | Literal[False] | None = Field(
+        default=None, description="Likeliest tokens to report at each position, beside the chosen one; false for none."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_limit(cls, found: Any) -> Any:
+        """-1 by llama-server's and Ollama's names of `max_tokens`."""
+        if isinstance(found, dict) and found.get("max_tokens") is None and NO_LIMIT in (found.get("n_predict"), found.get("num_predict")):
+            return {**found, "max_tokens": NO_LIMIT}
+        return found
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
@@ -48,6 +58,13 @@ class CompletionBody(GenerationFields):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
     @property
-    def wanted_tokens(self) -> int:
-        """Tokens to generate at most, 0 included."""
+    def wanted_tokens(self) -> int | None:
+        """Tokens to generate at most, 0 included; None for what the model's length allows."""
+        if self.max_tokens == NO_LIMIT:
+            return None
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Likeliest tokens to report, None for no report."""
+        return None if self.logprobs is False else self.logprobs

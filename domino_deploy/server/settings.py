@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from domino_deploy.errors import RequestError, listed
+from domino_deploy.errors import OutOfRangeError
 
 MAX_PORT = 65535
-LEAST_SIZE_BYTES = 1024  # of a request body or head that may be sent
+LEAST_SIZE_BYTES = 1024  # the least that may be set as the limit of bodies or heads
 LONGEST_DRAIN_SECONDS = 24 * 60 * 60  # threads cannot wait for any number of seconds
 _ORIGIN = re.compile(r"https?://[^/\s?#]+|\*")
 _HOST_NAME = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]|\*", re.ASCII)
+_KEY = re.compile(r"[!-~]+")
 # What the server itself gives to the chat template, and the template.
 OWN_TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template")
 
@@ -27,6 +28,11 @@ class StatisticsLevel(StrEnum):
     DETAILED = "detailed"
 
 
+def is_key(text: str) -> bool:
+    """Whether a client can send this as a key: in a header, which carries visible ASCII."""
+    return _KEY.fullmatch(text) is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Frozen and checked on construction.
@@ -36,14 +42,14 @@ class ServerSettings:
     cors_origins: pages of these origins may call the API, "*" for all, () for none; allowed_hosts: further names that clients may call
     this server by where `known_hosts` counts, "*" for any.
     max_body_bytes, max_header_bytes: longest request body and head; head_seconds, body_seconds: how long a client may take to send
-    either; request_timeout_seconds: from arrival to the last token, None for no limit; keep_alive_seconds: silence in a stream after
-    which a comment is sent; drain_seconds: how long running requests may go on once the server is told to end; statistics_level: as
-    above, one request may ask for less but not for more.
+    either; send_seconds: how long one may read nothing of what waits for it; request_timeout_seconds: from arrival to the last token,
+    None for no limit; keep_alive_seconds: silence in a stream after which a comment is sent; drain_seconds: how long running requests
+    may go on once the server is told to end; statistics_level: as above, one request may ask for less but not for more.
     chat_template_kwargs: variables of the chat template where a request sets none of that name.
     has_metrics, has_page: whether `/metrics` and the page at `/` are there; logs_prompts: whether prompts and answers go to the log.
 
     Raises:
-        RequestError: values out of range, all of them.
+        OutOfRangeError: values that cannot be used, all of them.
     """
 
     host: str = "127.0.0.1"
@@ -56,6 +62,7 @@ class ServerSettings:
     max_header_bytes: int = 64 * 2**10
     head_seconds: float = 30.0
     body_seconds: float = 60.0
+    send_seconds: float = 60.0
     request_timeout_seconds: float | None = 600.0  # the default limit of OpenAI's own clients
     keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
@@ -66,40 +73,37 @@ class ServerSettings:
     logs_prompts: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = {}
         if not 0 <= self.port <= MAX_PORT:
-            problems.append(f"port must lie in [0, {MAX_PORT}], found {self.port}")
+            problems["port"] = f"must lie in [0, {MAX_PORT}], found {self.port}"
         for name in ("max_body_bytes", "max_header_bytes"):
             if getattr(self, name) < LEAST_SIZE_BYTES:
-                problems.append(f"{name} must be at least {LEAST_SIZE_BYTES}, found {getattr(self, name)}")
-        for name in ("request_timeout_seconds", "head_seconds", "body_seconds", "keep_alive_seconds"):
+                problems[name] = f"must be at least {LEAST_SIZE_BYTES}, found {getattr(self, name)}"
+        for name in ("request_timeout_seconds", "head_seconds", "body_seconds", "send_seconds", "keep_alive_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                problems.append(f"{name} must be above 0, found {value}")
+                problems[name] = f"must be above 0, found {value}"
         if not 0 <= self.drain_seconds <= LONGEST_DRAIN_SECONDS:
-            problems.append(f"drain_seconds must lie in [0, {LONGEST_DRAIN_SECONDS}], found {self.drain_seconds}")
-        # Keys travel in a header, which carries visible ASCII.
-        bad_keys = sum(not re.fullmatch(r"[!-~]+", key) for key in self.api_keys)
+            problems["drain_seconds"] = f"must lie in [0, {LONGEST_DRAIN_SECONDS}], found {self.drain_seconds}"
+        bad_keys = sum(not is_key(key) for key in self.api_keys)
         if bad_keys:
-            problems.append(f"API keys must be visible ASCII characters without spaces, found {bad_keys} that are not")
-        problems += [f"a served model name must not be empty, found {name!r}" for name in self.served_model_names if not name.strip()]
-        problems += [
-            f"a CORS origin must look like https://host[:port], or be *, found {origin!r}"
-            for origin in self.cors_origins
-            if not _ORIGIN.fullmatch(origin)
-        ]
-        problems += [
-            f"an allowed host must be a name without scheme and port (IPv6 in brackets), or be *, found {name!r}"
-            for name in self.allowed_hosts
-            if not _HOST_NAME.fullmatch(name)
-        ]
-        problems += [
-            f"chat_template_kwargs must be variables of the model's template, found {name}, which the server sets itself"
-            for name in self.chat_template_kwargs
-            if name in OWN_TEMPLATE_VARIABLES
-        ]
+            problems["api_keys"] = f"must be visible ASCII characters without spaces, found {bad_keys} of {len(self.api_keys)} that are not"
+        nameless = [name for name in self.served_model_names if not name.strip()]
+        if nameless:
+            problems["served_model_names"] = f"must be more than white space, found {_quoted(nameless)}"
+        origins = [origin for origin in self.cors_origins if not _ORIGIN.fullmatch(origin)]
+        if origins:
+            problems["cors_origins"] = f"must look like https://host[:port], or be *, found {_quoted(origins)}"
+        hosts = [name for name in self.allowed_hosts if not _HOST_NAME.fullmatch(name)]
+        if hosts:
+            problems["allowed_hosts"] = f"must be names without scheme and port (IPv6 in brackets), or *, found {_quoted(hosts)}"
+        own = [name for name in self.chat_template_kwargs if name in OWN_TEMPLATE_VARIABLES]
+        if own:
+            problems["chat_template_kwargs"] = (
+                f"must be variables of the model's template, found {', '.join(own)}, which the server sets itself"
+            )
         if problems:
-            raise RequestError(listed("The server cannot be set up", problems, "Correct these values."))
+            raise OutOfRangeError(problems, "Correct them and start the server again.")
 
     @property
     def is_open_to_the_network(self) -> bool:
@@ -123,3 +127,7 @@ class ServerSettings:
     @property
     def _bare_host(self) -> str:
         return self.host.strip("[]").lower()
+
+
+def _quoted(values: Sequence[str]) -> str:
+    return ", ".join(map(repr, values))

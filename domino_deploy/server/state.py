@@ -12,6 +12,7 @@ from starlette.requests import Request
 from domino_deploy.server.logs import RequestRecord
 from domino_deploy.server.settings import ServerSettings
 from domino_deploy.server.token_texts import TokenTexts
+from domino_deploy.server.unknown_fields import UnknownFields
 
 if TYPE_CHECKING:
     from domino_deploy.runtime.engine import Engine
@@ -23,7 +24,7 @@ class ServerState:
     """What the routes share.
 
     engine: what answers; metrics: what its observer counts into, None without one; created: Unix seconds of the start; is_draining: no
-    new requests.
+    new requests; unknown_fields: of all bodies.
     """
 
     engine: Engine
@@ -31,6 +32,7 @@ class ServerState:
     metrics: Metrics | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 
     @property
     def has_metrics(self) -> bool:

@@ -46,7 +46,7 @@ class SlotDrafter(Protocol):
 
     def rows(self, slot: int) -> int: ...
 
-    def waiting(self, slot: int) -> int:
+    def waiting_rows(self, slot: int) -> int:
         """Rows that the next draft has to take in first."""
 
     def take(self, slot: int, features: FloatArray) -> None:
@@ -79,7 +79,7 @@ class LookupSlots:
     def rows(self, slot: int) -> int:
         return self._rows[slot]
 
-    def waiting(self, slot: int) -> int:
+    def waiting_rows(self, slot: int) -> int:
         return 0
 
     def take(self, slot: int, features: FloatArray) -> None:
@@ -114,7 +114,7 @@ class BackboneSlots:
         self._passes = passes
         self.caches = SlotCaches(passes.graph, num_slots)
         nothing = np.zeros((0, passes.config.feature_size), dtype=passes.feature_dtype)
-        self._waiting = [_Waiting(nothing) for _ in range(num_slots)]
+        self._waiting = [_WaitingFeatures(nothing) for _ in range(num_slots)]
 
     @property
     def max_proposals(self) -> int:
@@ -123,7 +123,7 @@ class BackboneSlots:
     def rows(self, slot: int) -> int:
         return self.caches.length(slot) + self._waiting[slot].rows
 
-    def waiting(self, slot: int) -> int:
+    def waiting_rows(self, slot: int) -> int:
         return self._waiting[slot].rows
 
     def take(self, slot: int, features: FloatArray) -> None:
@@ -187,7 +187,7 @@ class BackboneSlots:
         return slots, hidden
 
 
-class _Waiting:
+class _WaitingFeatures:
     """Features of a slot behind those in its cache, in the pieces they came in.
 
     Args:

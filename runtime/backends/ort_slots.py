@@ -80,7 +80,7 @@ class OrtSlots:
         drafter = self.drafter
         if drafter is None:
             return SlotRows(target=self.caches.length(slot), drafter=0)
-        return SlotRows(target=self.caches.length(slot), drafter=drafter.rows(slot), waiting=drafter.waiting(slot))
+        return SlotRows(target=self.caches.length(slot), drafter=drafter.rows(slot), waiting_rows=drafter.waiting_rows(slot))
 
     def truncate(self, slot: int, rows: int) -> None:
         """See `protocols.SlotPair`."""

@@ -15,6 +15,7 @@ Cost = Callable[[int, int], float]  # (batch, width) -> milliseconds
 Chances = Callable[[int, int], float]  # (sequence, cycle) -> chance of every proposal
 
 MAX_WIDTH = 15
+_PASS_MS = 6.0  # of a drafter, beside its rows
 
 
 def cpu_cost(batch: int, width: int) -> float:
@@ -73,7 +74,7 @@ def simulate(
         noise: relative standard deviation of a cycle's time.
         stalls: cycles that take a hundred times as long.
         bursts: how many times as long cycles take in some stretches, a fifth of all.
-        waiting_row_ms: cost of a row that the drafter has to take in, beyond those that a cycle leaves to the next.
+        waiting_row_ms: cost of a row that the drafter has to take in; more than a block of one sequence are a pass of their own.
         prompt_tokens: rows that wait for the drafter when a sequence comes.
         answer_tokens: when a sequence has so many, another request takes its place.
     """
@@ -86,9 +87,10 @@ def simulate(
             if written[sequence] >= answer_tokens:
                 histories[sequence], written[sequence], waiting[sequence] = AcceptanceHistory(), 0, prompt_tokens
         waited = sum(waiting)
-        width = controller.width(histories, waiting=waited)
+        width = controller.width(histories, waiting_rows=waited)
         accepted = [min(int(count), width) for count in luck.acceptable[cycle]]
-        catch_up_ms = waiting_row_ms * max(0, waited - batch * (width + 1)) if width else 0.0
+        own_pass_ms = _PASS_MS if waiting_row_ms and max(waiting) > MAX_WIDTH + 1 else 0.0
+        catch_up_ms = waiting_row_ms * waited + own_pass_ms if width else 0.0
         milliseconds = (cost(batch, width) + catch_up_ms) * float(luck.slowness[cycle]) * (100.0 if cycle in stalls else 1.0)
         for sequence, count in enumerate(accepted):
             if width:
@@ -107,7 +109,7 @@ def simulate(
                 reached_per_position=tuple(sum(count >= position for count in accepted) for position in range(width)),
                 accepted_per_position=tuple(sum(count > position for count in accepted) for position in range(width)),
                 tokens=tokens,
-                waiting=waited if width else 0,
+                waiting_rows=waited if width else 0,
                 terms_ms=TermsMs(verify=milliseconds),
             )
         )
@@ -142,16 +144,8 @@ class _Luck:
         self.slowness *= np.where(draws.random(cycles)[changes] < 0.2, bursts, 1.0)
 
 
-def calibrated(
-    cost: Cost, *, batches: Sequence[int] = (1, 2, 4, 8, 16), max_width: int = MAX_WIDTH, waiting_row_ms: float = 0.0
-) -> SpeculationController:
+def calibrated(cost: Cost, *, batches: Sequence[int] = (1, 2, 4, 8, 16), max_width: int = MAX_WIDTH) -> SpeculationController:
     """A controller that knows these costs."""
-    controller, waiting = SpeculationController(max_width), 0
-
-    def run(batch: int, width: int) -> TermsMs:
-        nonlocal waiting
-        waited, waiting = waiting, batch if width else waiting + batch
-        return TermsMs(draft=waiting_row_ms * max(0, waited - 2 * batch) if width else 0.0, verify=cost(batch, width))
-
-    controller.calibrate(run, batches)
+    controller = SpeculationController(max_width)
+    controller.calibrate(lambda batch, width: TermsMs(verify=cost(batch, width)), batches)
     return controller
