@@ -9,7 +9,8 @@
     ├── VerificationError   an exported graph whose numbers are not PyTorch's
     ├── CapacityError       a prompt or a request that the caches cannot hold
     ├── RequestError        a prompt, a sampling value or a stop condition
-    │   └── OutOfRangeError     arguments out of range, each by its name
+    │   ├── OutOfRangeError     arguments out of range, each by its name
+    │   └── ConstraintError     a form of the answer that cannot be enforced
     ├── QueueFullError      an engine that has as many requests waiting as it may
     ├── DrainingError       an engine that takes no more requests
     ├── MeasurementError    a server to be measured that gives no answers
@@ -85,6 +86,10 @@ class OutOfRangeError(RequestError):
         """The message with the arguments' names as the reader knows them: on a command line they are options."""
         problems = [f"{called(name)} {problem}" for name, problem in self._problems.items()]
         return listed(f"Expected values in range, found {len(problems)} out of it:", problems, self._advice)
+
+
+class ConstraintError(RequestError):
+    """What the answer must match cannot be enforced."""
 
 
 class QueueFullError(DominoDeployError):

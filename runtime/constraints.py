@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from domino_deploy.errors import MissingDependencyError, RequestError
+from domino_deploy.errors import ConstraintError, MissingDependencyError
 from domino_deploy.runtime.protocols import FloatArray
 
 ConstraintKind = Literal["json_object", "json_schema", "regex", "lark"]
@@ -26,6 +26,8 @@ _JSON_WHITESPACE = r" |\r?\n[ \t]{0,32}"
 
 OPEN_CALL = "<tool_call>"
 CLOSE_CALL = "</tool_call>"
+# In characters, as sources are counted: escapes and blanks would make the same schema up to six times as long.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -37,25 +39,32 @@ class Constraint:
         kind: "json_object": any JSON object; "json_schema": a JSON value of a schema; "regex": a regular expression; "lark": a grammar
             in llguidance's dialect of Lark.
         source: the schema (JSON text), the expression or the grammar; none for "json_object".
+        called: what messages call it; the kind if empty.
 
     Raises:
-        RequestError: another kind, or a source that is missing, too long or too much.
+        ConstraintError: another kind, or a source that is missing, too long or too much.
     """
 
     kind: ConstraintKind
     source: str = ""
+    called: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):
-            raise RequestError(f"Expected a constraint of {', '.join(get_args(ConstraintKind))}, found {self.kind!r:.40}. Use one of them.")
-        if self.kind == "json_object" and self.source:
-            raise RequestError(f"json_object: expected no source, found {self.source!r:.40}. Leave it out, or use json_schema.")
-        if self.kind != "json_object" and not self.source:
-            raise RequestError(f"{self.kind}: expected a source, found none. Give one.")
-        if len(self.source) > MAX_SOURCE_CHARACTERS:
-            raise RequestError(
-                f"{self.kind}: expected at most {MAX_SOURCE_CHARACTERS} characters, found {len(self.source)}. Shorten or simplify it."
+            raise ConstraintError(
+                f"Expected a constraint of {', '.join(get_args(ConstraintKind))}, found {self.kind!r:.40}. Use one of them."
             )
+        if self.kind == "json_object" and self.source:
+            raise ConstraintError(f"json_object: expected no source, found {self.source!r:.40}. Leave it out, or use json_schema.")
+        if self.kind != "json_object" and not self.source:
+            raise ConstraintError(f"{self.kind}: expected a source, found none. Give one.")
+        if len(self.source) > MAX_SOURCE_CHARACTERS:
+            raise _too_long(self.name, str(len(self.source)))
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.called or self.kind
 
 
 class Matcher(Protocol):
@@ -65,7 +74,7 @@ class Matcher(Protocol):
         """Set to -inf, in place, the logits of all tokens that may not come next.
 
         Raises:
-            RequestError: that is more work than allowed.
+            ConstraintError: that is more work than allowed.
         """
 
     def advance(self, token_id: int) -> None:
@@ -82,7 +91,7 @@ class ConstraintCompiler:
 
     Raises:
         MissingDependencyError: llguidance is not installed.
-        RequestError: the target has no end-of-sequence token, so that nothing could end an answer.
+        ConstraintError: the target has no end-of-sequence token, so that nothing could end an answer.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -93,7 +102,7 @@ class ConstraintCompiler:
                 "Expected the package llguidance for constrained answers, found none. Run: pip install 'domino-deploy[serve]'"
             ) from error
         if not eos_token_ids:
-            raise RequestError(
+            raise ConstraintError(
                 "Expected a target with an end-of-sequence token for a constrained answer, found none. Leave the constraint out."
             )
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
@@ -105,30 +114,30 @@ class ConstraintCompiler:
         """A matcher at the start of an answer.
 
         Raises:
-            RequestError: the source does not parse, asks for what cannot be enforced, or costs too much.
+            ConstraintError: the source does not parse, asks for what cannot be enforced, or costs too much.
         """
         from llguidance import LLMatcher
 
         try:
             grammar = _grammar_of(constraint)
         except ValueError as error:
-            raise _refused(constraint.kind, str(error)) from error
+            raise _refused(constraint.name, str(error)) from error
         compiled = LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)  # 0: nothing is printed
         if compiled.is_error():
-            raise _refused(constraint.kind, compiled.get_error())
-        return _GrammarMatcher(compiled, self._vocab_size, self._eos_token_ids, constraint.kind)
+            raise _refused(constraint.name, compiled.get_error())
+        return _GrammarMatcher(compiled, self._vocab_size, self._eos_token_ids, constraint.name)
 
 
 class _GrammarMatcher:
     """A `Matcher` of llguidance's.  Behind an end-of-sequence token it forbids nothing: what is chosen there is dropped."""
 
-    def __init__(self, compiled: Any, vocab_size: int, eos_token_ids: frozenset[int], kind: str) -> None:
+    def __init__(self, compiled: Any, vocab_size: int, eos_token_ids: frozenset[int], name: str) -> None:
         from llguidance.numpy import allocate_token_bitmask
 
         self._compiled = compiled
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._kind = kind
+        self._name = name
         self._bits = allocate_token_bitmask(1, vocab_size)
         self._has_ended = False
 
@@ -152,7 +161,9 @@ class _GrammarMatcher:
     def _check(self) -> None:
         if self._compiled.is_error():
             found = _one_line(self._compiled.get_error())
-            raise RequestError(f"{self._kind}: expected an answer that can be checked step by step, found: {found}. Simplify the source.")
+            raise ConstraintError(
+                f"{self._name}: expected an answer that can be checked step by step, found: {found}. Simplify the source."
+            )
 
 
 def tool_calls(parameters: Mapping[str, Mapping[str, Any] | None], *, is_forced: bool, is_parallel: bool) -> Constraint:
@@ -168,10 +179,10 @@ def tool_calls(parameters: Mapping[str, Mapping[str, Any] | None], *, is_forced:
         is_parallel: there may be several calls, a line break between them.
 
     Raises:
-        RequestError: no tools, or too much of them.
+        ConstraintError: no tools, or too much of them.
     """
     if not parameters:
-        raise RequestError("tools: expected at least one, found none. Leave the constraint out.")
+        raise ConstraintError("tools: expected at least one, found none. Leave the constraint out.")
     calls = [
         _quoted(f'{json.dumps(name, ensure_ascii=False)}, "arguments": ') + f" %json {_schema_source(schema or _NO_PARAMETERS)}"
         for name, schema in parameters.items()
@@ -187,21 +198,50 @@ def tool_calls(parameters: Mapping[str, Mapping[str, Any] | None], *, is_forced:
     if not is_forced:
         # Lazy: the first opening tag ends the text, so that no tag stands in a text without a call behind it.
         rules += [f'opening[lazy]: TEXT "{OPEN_CALL}"', r"TEXT: /(.|\n)*/"]
-    return Constraint(kind="lark", source="\n".join(rules))
+    return Constraint(kind="lark", source="\n".join(rules), called="tools")
 
 
 def choices(texts: Sequence[str]) -> Constraint:
     """The grammar of an answer that is one of `texts`, at least one, letter by letter.
 
     Raises:
-        RequestError: too much of them.
+        ConstraintError: too much of them.
     """
     # As a terminal, which is one expression: llguidance follows 2000 alternatives of a rule at most.
-    return Constraint(kind="lark", source="start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, texts)))
+    if sum(map(len, texts)) > MAX_SOURCE_CHARACTERS:  # before they are written out
+        raise _too_long("choice", "more")
+    return Constraint(kind="lark", source="start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, texts)), called="choice")
 
 
-def _refused(kind: str, found: str) -> RequestError:
-    return RequestError(f"{kind}: expected a source that can be enforced, found: {_one_line(found)}. Correct or simplify it.")
+def json_schema(schema: Mapping[str, Any]) -> Constraint:
+    """A JSON value of `schema`.
+
+    Raises:
+        ConstraintError: too much of it.
+    """
+    text = source_json(schema)
+    if text is None:
+        raise _too_long("json_schema", "more")
+    return Constraint(kind="json_schema", source=text)
+
+
+def source_json(value: object) -> str | None:
+    """Compact JSON of a value, None if it is longer than a source may be: no more is written than tells."""
+    pieces, characters = [], 0
+    for piece in _ENCODER.iterencode(value):
+        pieces.append(piece)
+        characters += len(piece)
+        if characters > MAX_SOURCE_CHARACTERS:
+            return None
+    return "".join(pieces)
+
+
+def _too_long(name: str, found: str) -> ConstraintError:
+    return ConstraintError(f"{name}: expected at most {MAX_SOURCE_CHARACTERS} characters, found {found}. Shorten or simplify it.")
+
+
+def _refused(name: str, found: str) -> ConstraintError:
+    return ConstraintError(f"{name}: expected a source that can be enforced, found: {_one_line(found)}. Correct or simplify it.")
 
 
 def _one_line(text: str) -> str:
@@ -225,7 +265,7 @@ def _grammar_of(constraint: Constraint) -> str:
 
 def _schema_source(schema: Mapping[str, Any]) -> str:
     """A schema inside a grammar, with the whitespace that `_grammar_of` gives to one of its own."""
-    return json.dumps({"x-guidance": {"whitespace_pattern": _JSON_WHITESPACE}, **schema})
+    return _ENCODER.encode({"x-guidance": {"whitespace_pattern": _JSON_WHITESPACE}, **schema})
 
 
 def _quoted(text: str) -> str:

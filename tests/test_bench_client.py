@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from domino_deploy.bench import load
+from domino_deploy.bench import chunks, load
 from domino_deploy.bench.client import Answer, Client
 from domino_deploy.bench.event_stream import EventReader
 from domino_deploy.errors import MeasurementError, RequestError
@@ -152,6 +152,14 @@ class TestOneRequest:
         with pytest.raises(RequestError, match="Expected the address of a server"):
             Client(url)
 
+    @pytest.mark.parametrize(
+        "url", ["http://user:secret@x:1", "user:secret@x", "ftp://secret@x", "http://user:1/secret@x", "http://:secret@a..b/v1/models"]
+    )
+    def test_a_password_in_an_address_is_refused_and_not_shown(self, url: str) -> None:
+        with pytest.raises(RequestError, match="Expected an address without a name and a password, found an @") as refused:
+            Client(url)
+        assert "secret" not in str(refused.value)
+
     def test_a_name_with_other_letters_is_an_address(self) -> None:
         Client("http://bücher.example/v1")
 
@@ -175,6 +183,14 @@ class TestEndlessServers:
             with pytest.raises(MeasurementError, match=r"found an answer without an end, .* Correct --url or --model\.$"):
                 client.first_model()
             assert client.metrics() is None
+
+    @pytest.mark.parametrize("again", [chunk("a").encode(), b": comment\n\n"], ids=["text", "comments"])
+    def test_a_stream_without_an_end_is_not_read_to_it(self, again: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(chunks, "MOST_BYTES", 2**16)
+        with endless(self.HEAD.replace(b"text/plain", b"text/event-stream") + chunk("first").encode(), 100 * again) as url:
+            found = Client(url, timeout_seconds=60).stream(load.CHAT_PATH, {})
+        assert found.error == "long_answer"
+        assert found.text.startswith("first")
 
     def test_a_refusal_without_an_end_is_its_status(self) -> None:
         with endless(b"HTTP/1.1 500 Oh\r\n\r\n", b" ", pause_seconds=0.05) as url:

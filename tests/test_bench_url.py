@@ -221,6 +221,15 @@ class TestCommand:
         assert "--api-key was read from the environment variable OPENAI_API_KEY." in read.stderr
         assert "environment" not in typed.stderr
 
+    def test_a_password_in_an_address_is_in_no_output(self, prompt_file: Path) -> None:
+        url = "http://user:secret@127.0.0.1:1"
+        typed = bench("--url", url, "--prompts", prompt_file)
+        read = CliRunner().invoke(main, ["bench"], env={"DOMINO_DEPLOY_BENCH_URL": url})
+        for done in (typed, read):
+            assert done.exit_code == 2
+            assert "Drop them from --url; a key is --api-key." in done.stderr
+            assert "secret" not in done.output
+
     def test_a_run_in_which_every_request_fails_is_an_error(self, prompt_file: Path) -> None:
         with ScriptedServer(JSONResponse({}, status_code=500)).url() as url:
             done = bench("--url", url, "--prompts", prompt_file, "--concurrency", "1", "--requests", "2")

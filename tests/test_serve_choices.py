@@ -142,6 +142,12 @@ def test_keys_come_from_flags_files_and_the_environment(tiny_bundle: Path, opene
     assert opened["server"].api_keys == ("a", "b", "c", "d")
 
 
+def test_a_key_that_is_typed_takes_the_place_of_an_empty_variable(tiny_bundle: Path, opened: dict[str, Any]) -> None:
+    done = invoke(tiny_bundle, "--port", 0, "--api-key", "a", DOMINO_DEPLOY_SERVE_API_KEY="")
+    assert done.exit_code == 0, done.output
+    assert opened["server"].api_keys == ("a",)
+
+
 def test_allowed_hosts(tiny_bundle: Path, opened: dict[str, Any]) -> None:
     done = invoke(tiny_bundle, "--port", 0, "--allowed-host", "a.example", "--allowed-host", "b.example")
     assert done.exit_code == 0, done.output

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from domino_deploy.runtime.text import Tokenizer
+from domino_deploy.server.schemas_chat import ChatBody
+from domino_deploy.server.schemas_completions import CompletionBody
 from tests.support.fake_engine import ScriptedEngine, client_of
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -375,6 +378,21 @@ def test_a_list_full_of_errors_is_one_problem(client: TestClient, field: str) ->
     error = error_of(client.post(CHAT, json=body), 400)
     assert error["param"] == f"messages[0].{field}[0]"
     assert f"{field}[1]" not in error["message"]
+
+
+def test_an_object_with_too_many_items_is_one_error_whatever_is_in_it() -> None:
+    # A million of them fit into a body, and each would be a kilobyte or two.
+    body = {**BODIES[PLAIN], "logit_bias": dict.fromkeys(map(str, range(10**6)), "x")}
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate(body)
+    assert len(caught.value.errors()) <= 2  # one for each form that biases may have
+
+
+@pytest.mark.parametrize("field", ["messages", "tools"])
+def test_a_list_with_too_many_items_has_few_errors(field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate({**BODIES[CHAT], field: [1] * 10**6})
+    assert len(caught.value.errors()) < 5000
 
 
 def test_half_a_character_in_the_arguments_of_a_call_names_the_messages(client: TestClient) -> None:

@@ -233,6 +233,22 @@ def test_completions_without_a_limit_take_what_the_models_length_allows(engine: 
     assert params_of(engine, client, PLAIN, limited).max_new_tokens == 7
 
 
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+def test_a_schema_of_any_object_is_llama_servers_way_to_ask_for_its_json(engine: ScriptedEngine, client: TestClient, path: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    for given, kind in ((schema, "json_schema"), ({}, "json_object"), (None, "json_object")):
+        form = {"type": "json_object", "schema": given}
+        constraint = params_of(engine, client, path, {**BODIES[path], "response_format": form}).constraint
+        assert constraint is not None
+        assert constraint.kind == kind
+        assert constraint.source == (json.dumps(schema, separators=(",", ":")) if given else "")
+
+
+def test_a_schema_beside_another_type_of_form_is_refused(client: TestClient) -> None:
+    answer = client.post(PLAIN, json={**BODIES[PLAIN], "response_format": {"type": "text", "schema": {}}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format.schema")
+
+
 def test_a_call_without_a_type_is_one_of_a_function(engine: ScriptedEngine, client: TestClient) -> None:
     prompts = []
     for more in ({}, {"type": None}, {"type": "function"}):

@@ -145,6 +145,20 @@ class TestHeads:
         assert first.startswith(b"HTTP/1.1 200 ")
         error_of(rest, 431)
 
+    def test_a_long_head_behind_the_rest_of_a_body_that_nobody_reads_is_refused(self, tiny_bundle: Path) -> None:
+        with connected(tiny_bundle, max_header_bytes=1500) as client:
+            client.sendall(GET_WITH_BODY.replace(b"1000000", b"4"))
+            assert one_answer(client).startswith(b"HTTP/1.1 200 ")
+            client.sendall(b"body" + GET[:-2] + b"X-Long: " + b"a" * 2000)
+            error = error_of(to_the_end(client), 431)
+        assert error["code"] == "head_too_large"
+        assert "1500 bytes" in error["message"]
+
+    def test_a_long_line_of_a_chunked_body_is_no_long_head(self, tiny_bundle: Path) -> None:
+        with connected(tiny_bundle, max_header_bytes=1500) as client:
+            client.sendall(POST.replace(b"Content-Length: 15", b"Transfer-Encoding: chunked") + b"1;" + b"a" * 2000)
+            assert error_of(to_the_end(client), 400)["code"] == "invalid_http"
+
     def test_heads_before_the_answer_to_another_request_are_measured_one_by_one(self, tiny_bundle: Path) -> None:
         long = GET[:-2] + b"X-Long: " + b"a" * 500 + b"\r\n\r\n"
         with connected(tiny_bundle, max_header_bytes=1024) as client:

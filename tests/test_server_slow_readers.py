@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,10 +18,11 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.server import ServerState
 
 from domino_deploy.server import connections
 from domino_deploy.server.app import create_app
-from domino_deploy.server.connections import ServerConfig
+from domino_deploy.server.connections import Connection, ServerConfig
 from domino_deploy.server.settings import ServerSettings
 from tests.support.fake_engine import ScriptedEngine
 from tests.support.loopback import served
@@ -79,6 +82,41 @@ def test_one_that_reads_slowly_gets_all() -> None:
             time.sleep(3 * seconds * len(part) / ANSWER_BYTES)
     assert len(received.partition(b"\r\n\r\n")[2]) == ANSWER_BYTES
     assert time.monotonic() - started > 2 * seconds
+
+
+class ManualLoop:
+    """Of an event loop the timers, which run as soon as they are waited for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._timers: list[tuple[float, Callable[..., None], tuple[object, ...]]] = []
+
+    def call_later(self, seconds: float, call: Callable[..., None], *arguments: object) -> Mock:
+        self._timers.append((self.now + seconds, call, arguments))
+        return Mock()
+
+    def run_next(self) -> None:
+        timer = min(self._timers, key=lambda timer: timer[0])
+        self._timers.remove(timer)
+        self.now, call, arguments = timer
+        call(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("last_read", "dropped"), [(0.0, 60.0), (1.0, 75.0), (44.0, 105.0)], ids=["at once", "after the first byte", "later"]
+)
+def test_one_that_stops_reading_is_dropped_soon_after_its_time(last_read: float, dropped: float) -> None:
+    loop, transport = ManualLoop(), Mock(asyncio.Transport)
+    transport.get_extra_info.return_value = None  # no socket, as behind some transports
+    transport.get_write_buffer_size.side_effect = lambda: 1000 - int(min(loop.now, last_read))
+    settings = ServerSettings(head_seconds=LONG, send_seconds=60)
+    config = ServerConfig(large_app(), settings)
+    connection = Connection(config, ServerState(), {}, loop)  # type: ignore[arg-type]
+    connection.connection_made(transport)
+    connection.pause_writing()
+    while not transport.abort.called:
+        loop.run_next()
+    assert loop.now == dropped
 
 
 def test_the_request_of_a_stream_that_nobody_reads_is_cancelled(tiny_bundle: Path) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
 import pytest
 from starlette.testclient import TestClient
 
+from domino_deploy.bundle import open_bundle
+from domino_deploy.errors import ConstraintError, RequestError
+from domino_deploy.runtime.constraints import ConstraintCompiler, json_schema
 from domino_deploy.runtime.engine import Engine
 from domino_deploy.runtime.engine_settings import EngineSettings
+from domino_deploy.runtime.text import bundle_tokenizer
 from domino_deploy.server.strict_schema import closed
 from tests.support.fake_engine import ScriptedEngine, client_of
 
@@ -64,6 +70,13 @@ def real(tiny_bundle: Path) -> Iterator[TestClient]:
 def engine(tiny_bundle: Path) -> Iterator[ScriptedEngine]:
     with ScriptedEngine(tiny_bundle) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def compiler(tiny_bundle: Path) -> ConstraintCompiler:
+    opened = open_bundle(tiny_bundle)
+    source = bundle_tokenizer(opened).source
+    return ConstraintCompiler(source, opened.target.vocab_size, opened.target.eos_token_ids)
 
 
 def choice_of(client: TestClient, path: str, **fields: Any) -> tuple[str, str]:
@@ -133,12 +146,87 @@ def test_too_much_to_choose_from_is_told_in_words_of_the_field(
     assert answer.json()["error"]["message"].startswith(f"{words}expected at most 65536 characters, found ")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"structured_outputs": {"choice": ["ab", "b"]}}, "structured_outputs", "structured_outputs: choice: expected an answer"),
+        ({"guided_regex": "a+b"}, "guided_regex", "guided_regex: regex: expected an answer"),
+    ],
+)
+def test_a_grammar_that_grows_on_the_way_names_its_field_in_whole_answers_and_streams(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool, fields: dict[str, Any], param: str, words: str
+) -> None:
+    monkeypatch.setattr("domino_deploy.runtime.constraints._GrammarMatcher.advance", lambda matcher, token: _fail(matcher))
+    answer = client_of(engine).post(PLAIN, json={**BODIES[PLAIN], **fields, "stream": stream})
+    text = answer.text
+    found = next(line for line in text.splitlines() if '"error"' in line).removeprefix("data: ") if stream else text
+    error = json.loads(found)["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(words)
+
+
+def _fail(matcher: Any) -> None:
+    matcher._compiled = SimpleNamespace(is_error=lambda: True, get_error=lambda: "too large")
+    matcher._check()
+
+
+def test_an_error_of_something_else_does_not_name_the_form(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RequestError("prompt_logprobs: expected another backend, found this one. Leave it out.")
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    answer = client_of(engine).post(PLAIN, json={**BODIES[PLAIN], "guided_regex": "a"})
+    assert answer.json()["error"]["param"] is None
+    assert answer.json()["error"]["message"].startswith("prompt_logprobs: ")
+
+
+def test_a_schema_of_few_characters_and_many_bytes_is_honoured(engine: ScriptedEngine) -> None:
+    engine.answer = '"'
+    schema = {"enum": ["語" * 30_000]}  # escaped, it would be 180000 characters
+    response_format = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    text, _ = choice_of(client_of(engine), CHAT, response_format=response_format)
+    assert text.startswith(engine.answer)
+
+
+def test_a_schema_far_too_long_is_refused_before_it_is_written_out() -> None:
+    with pytest.raises(ConstraintError, match="json_schema: expected at most 65536 characters, found more"):
+        json_schema({"enum": Endless()})
+
+
+class Endless(list[Any]):
+    """A list without an end."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
 def test_a_grammar_is_told_what_to_send_in_its_place(engine: ScriptedEngine) -> None:
     answer = client_of(engine).post(CHAT, json={**BODIES[CHAT], "structured_outputs": {"grammar": 'root ::= "a"'}})
     message = answer.json()["error"]["message"]
     assert "structured_outputs.grammar: this server does not support it; expected it left out, with regex, json or choice in its" in message
 
 
+OWN: dict[str, Any] = {"properties": {"b": {"type": "string"}}}
+DEFINITIONS: dict[str, Any] = {
+    "Base": {"type": "object", "properties": {"a": {"type": "string"}}},
+    "Derived": {"allOf": [{"$ref": "#/$defs/Base"}]},
+    "with/slash": {"$anchor": "base", "type": "object", "properties": {"a": {"type": "string"}}},
+}
+# Objects with a and b, of which each is listed by another part.
+JOINED: list[dict[str, Any]] = [
+    {"allOf": [{"$ref": "#/$defs/Base"}, {**OWN, "required": ["b"]}]},
+    {"allOf": [{"$ref": "#/$defs/Derived"}, {**OWN, "required": ["b"]}]},
+    {"allOf": [{"$ref": "#/$defs/with~1slash"}, {**OWN, "required": ["b"]}]},
+    {"allOf": [{"$ref": "#base"}, {**OWN, "required": ["b"]}]},
+    {**OWN, "required": ["b"], "$ref": "#/$defs/Base"},
+    {**OWN, "required": ["b"], "anyOf": [{"$ref": "#/$defs/Base"}, {"$ref": "#/$defs/Derived"}]},
+    {"allOf": [{"$ref": "#/$defs/Base"}], "required": ["b"]},
+    {"allOf": [{"allOf": [{"$ref": "#/$defs/Base"}, OWN]}, {"required": ["b"]}]},
+]
 OPEN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 MORE = '{"a": 1, "b": 2}'
 
@@ -187,9 +275,33 @@ class TestStrict:
     def test_what_is_joined_of_several_or_lists_nothing_stays(self, schema: Any) -> None:
         assert closed(schema) == schema
 
-    def test_definitions_beside_what_is_joined_are_closed(self) -> None:
-        found = closed({"allOf": [{"$ref": "#/$defs/d"}], "$defs": {"d": {"properties": {}}}})
-        assert found["$defs"]["d"] == {"properties": {}, "additionalProperties": False}
+    def test_definitions_that_nothing_joined_refers_to_are_closed(self) -> None:
+        listing = {"properties": {"a": {}}}
+        shut = {**listing, "additionalProperties": False}
+        alone = {"title": "t", "allOf": [{"$ref": "#/$defs/d"}], "$defs": {"d": listing}}
+        assert closed(alone)["$defs"]["d"] == shut
+        assert closed({"allOf": [listing]}) == {"allOf": [shut]}
+        beside = {"allOf": [{"$ref": "#/$defs/d"}, {"required": ["b"]}], "$defs": {"d": listing, "e": listing.copy()}}
+        assert closed(beside)["$defs"] == {"d": listing, "e": shut}
+
+    @pytest.mark.parametrize("joined", JOINED)
+    def test_what_an_object_is_joined_of_leaves_room_for_the_other_parts(
+        self, compiler: ConstraintCompiler, joined: dict[str, Any]
+    ) -> None:
+        schema = {"type": "object", **joined, "$defs": DEFINITIONS}
+        both = {"a": "x", "b": "y"}
+        assert jsonschema_rs.is_valid(schema, both)
+        assert jsonschema_rs.is_valid(closed(schema), both)
+        compiler.matcher(json_schema(closed(schema)))  # refused if nothing could match it
+
+    @pytest.mark.parametrize("place", ["properties", "$defs"])
+    def test_so_does_one_inside_of_another(self, place: str) -> None:
+        inner = {"allOf": [{"$ref": "#/$defs/Base"}, {**OWN, "required": ["b"]}]}
+        shape = {"properties": {"n": inner}, "$defs": DEFINITIONS}
+        if place == "$defs":
+            shape = {"properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {**DEFINITIONS, "n": inner}}
+        assert jsonschema_rs.is_valid(closed(shape), {"n": {"a": "x", "b": "y"}})
+        assert not jsonschema_rs.is_valid(closed(shape), {"n": {"a": "x", "b": "y"}, "other": 1})
 
 
 class TestUnknownFields:
@@ -210,6 +322,22 @@ class TestUnknownFields:
             'Ignored the field "zz\\n" of a request: there is none of this name',
         ]
         assert "secret" not in caplog.text
+
+    def test_one_inside_of_a_field_is_told_with_its_place(self, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "x", "txet": 1}], "nmae": 1}] * 2
+        body = {**BODIES[CHAT], "messages": messages, "structured_outputs": {"regex": "a", "regx": "b", "disable_fallback": True}}
+        with caplog.at_level(logging.INFO):
+            assert client_of(engine).post(CHAT, json=body).status_code == 200
+        assert [line.split(" of a request: ")[0] for line in self.logged(caplog)] == [
+            'Ignored the field "messages[].nmae"',
+            'Ignored the field "messages[].content[].txet"',
+            'Ignored the field "structured_outputs.regx"',
+        ]
+        assert self.logged(caplog)[2].endswith("; structured_outputs.regex may have been meant")
+
+    def test_a_slip_in_place_of_the_form_is_no_empty_form(self, engine: ScriptedEngine) -> None:
+        answer = client_of(engine).post(PLAIN, json={**BODIES[PLAIN], "structured_outputs": {"regx": None}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
 
     def test_a_refused_request_logs_none(self, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):

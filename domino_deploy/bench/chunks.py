@@ -9,6 +9,7 @@ from typing import Any
 from domino_deploy.bench import failures
 from domino_deploy.bench.event_stream import EventReader
 
+MOST_BYTES = 256 << 20  # of one answer, comments included: about a million tokens, with one to a chunk
 _MOST_TOKENS = 2**53  # every reader of JSON holds whole numbers up to here exactly
 # What bytes that are no chunk raise.
 UNREADABLE = (ValueError, TypeError, AttributeError, RecursionError)
@@ -24,6 +25,7 @@ class Chunks:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._reader = EventReader()
+        self._bytes = 0
         self._failure: str | None = None
         self._has_choices = False
         self.message: str | None = None
@@ -44,8 +46,12 @@ class Chunks:
 
         Raises:
             UNREADABLE: one of these, at what is no chunk.
+            LongAnswer: at more than `MOST_BYTES`.
         """
         now = self._clock()
+        self._bytes += len(piece)
+        if self._bytes > MOST_BYTES:
+            raise failures.LongAnswer
         for data in self._reader.feed(piece):
             if data.startswith("[DONE]"):
                 self.is_complete = True

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import SplitResult, urlsplit
 
+from domino_deploy.api_keys import KEY_CHARACTERS, is_visible_ascii
 from domino_deploy.bench import failures
 from domino_deploy.bench.chunks import UNREADABLE, Chunks
 from domino_deploy.errors import MeasurementError, RequestError
@@ -25,7 +26,6 @@ Clock = Callable[[], float]
 _PIECE_BYTES = 1 << 16
 _MOST_BYTES = 4 << 20  # of models and metrics: a server's are some tens of KiB
 _METRICS_SECONDS = 10.0  # Prometheus' own limit for one reading
-_VISIBLE = re.compile(r"[!-~]*")  # what a head of HTTP carries
 # What people copy from an example of a request, where the base URL is wanted.
 _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/responses")
 # A line of Prometheus' text format: name, labels, value, and perhaps a time.
@@ -79,7 +79,7 @@ class Client:
     """A server by its address.
 
     Args:
-        url: http or https, with or without /v1 at its end.
+        url: http or https, with or without /v1 at its end, without a name and a password.
         api_key: sent as a bearer token; "" for none.
         timeout_seconds: for a connection, for every wait for more of a streamed answer, and for other answers as a whole.
         clock: seconds.
@@ -89,14 +89,17 @@ class Client:
     """
 
     def __init__(self, url: str, *, api_key: str = "", timeout_seconds: float = 600.0, clock: Clock = time.perf_counter) -> None:
+        if "@" in url:  # nothing of it is shown: a part of the password may stand on either side
+            raise RequestError(
+                "Expected an address without a name and a password, found an @ in it. Drop them from --url; a key is --api-key."
+            )
         parts = _address(url)
         if parts is None:
             raise RequestError(f"Expected the address of a server, such as http://127.0.0.1:8000, found {url!r}. Correct --url.")
-        if not _VISIBLE.fullmatch(api_key):  # the key itself is never shown
-            bad = sum(not _VISIBLE.fullmatch(mark) for mark in api_key)
+        bad = sum(not is_visible_ascii(mark) for mark in api_key)
+        if bad:  # the key itself is never shown
             raise RequestError(
-                f"Expected an API key of visible ASCII characters without spaces, found {bad} other(s) in it, such as a line end. "
-                "Correct --api-key."
+                f"Expected an API key of {KEY_CHARACTERS}, found {bad} other(s) in it, such as a line end. Correct --api-key."
             )
         base = urlsplit(url.rstrip("/"))
         endpoint = next((name for name in _ENDPOINTS if base.path.endswith(name)), None)
@@ -219,7 +222,7 @@ def _address(url: str) -> SplitResult | None:
         is_sound = parts.scheme in ("http", "https") and host and parts.port != 0 and not parts.query and not parts.fragment
     except ValueError:  # brackets, a port, or a label of the name
         return None
-    return parts if is_sound and _VISIBLE.fullmatch(host + parts.path) else None
+    return parts if is_sound and is_visible_ascii(host + parts.path) else None
 
 
 @contextmanager

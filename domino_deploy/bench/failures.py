@@ -14,7 +14,7 @@ _STATUS = "http_"
 
 
 class LongAnswer(http.client.HTTPException):
-    """More bytes than anyone reads, where a short answer was expected."""
+    """More bytes than anyone reads."""
 
 
 # Exceptions of a request -> its kind; the first that fits.
@@ -36,7 +36,7 @@ _WORDS = {
     "broken_stream": "a connection that ended before the answer did",
     "no_http": "an answer that is not HTTP: an https server behind http, or another service",
     "no_connection": "no connection",
-    "long_answer": "an answer without an end, or one far longer than such a list is",
+    "long_answer": "an answer without an end, or one far longer than any that was asked for",
     "no_event_stream": "an answer that is no stream: not an OpenAI-compatible server, or one that does not stream",
     "error_in_stream": "an error that the server reported within its stream",
     "bad_chunk": "a chunk of the stream that is not what OpenAI's clients read",

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from domino_deploy.api_keys import KEY_CHARACTERS, is_key
 from domino_deploy.bundle import Bundle, open_bundle
 from domino_deploy.cli.command import unknown_variables
 from domino_deploy.cli.console import Verbosity, as_bytes, from_utf8, json_flag, progress, template_variables
@@ -29,7 +30,7 @@ from domino_deploy.runtime.opening import check_provider, checked_capacity, serv
 from domino_deploy.runtime.prompt_lookup import NGRAM_SIZES
 from domino_deploy.runtime.session import Backend, DrafterChoice, Provider
 from domino_deploy.server.logs import LogFormat, configure_logging
-from domino_deploy.server.settings import ServerSettings, StatisticsLevel, is_key
+from domino_deploy.server.settings import ServerSettings, StatisticsLevel
 
 _LOG = logging.getLogger(__name__)
 _NGRAM = "ngram"  # vLLM's word for prompt lookup
@@ -132,8 +133,8 @@ def _keys_in(file: Path | None) -> list[str]:
     bad = sum(not is_key(key) for key in keys)
     if bad:
         raise RequestError(
-            f"Expected API keys of visible ASCII characters without spaces in {file}, one per line, found {bad} of {len(keys)} "
-            "that are not. Correct --api-key-file."
+            f"Expected API keys of {KEY_CHARACTERS} in {file}, one per line, found {bad} of {len(keys)} that are not. "
+            "Correct --api-key-file."
         )
     if not keys:  # an empty file must not mean an open server
         raise RequestError(f"Expected API keys in {file}, one per line, found none. Write at least one, or leave --api-key-file out.")

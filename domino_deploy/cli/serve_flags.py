@@ -23,7 +23,10 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class KeyOption(click.Option):
-    """Where keys come from: a variable that is set, but to nothing, is a secret that went missing, and must not open the server."""
+    """Where keys come from: a variable that is set, but to nothing, is a secret that went missing, and must not open the server.
+
+    Where the option is typed, the variable is not asked for.
+    """
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         variable = made_variable(ctx, self)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from domino_deploy.errors import RequestError
+from domino_deploy.errors import ConstraintError
 from domino_deploy.runtime.requests import (
     LENGTH,
     STOP,
@@ -108,11 +108,8 @@ async def answered(
         return JSONResponse(await while_connected(request.receive, exchange.whole()))
     except ClientDisconnect:
         return Response(status_code=_CLIENT_CLOSED)
-    except RequestError as error:
-        if body.constraint_field is None:
-            raise
-        # Of such a body, what the answer must match is the one thing that the engine itself checks.
-        raise body.constraint_error(error) from error
+    except ConstraintError as error:
+        raise body.told(error) from error
 
 
 class _Exchange:
@@ -181,7 +178,7 @@ class _Exchange:
                 finished = self._finished()
                 yield event({**self._envelope, "choices": [], "usage": usage(finished), **self._metrics(finished)})
         except Exception as error:
-            found = api_error(error)
+            found = api_error(self._body.told(error))
             if found.status == 500:  # the stream ends in order, so nothing else would say why
                 _LOG.exception("Request %s failed", self._record.request_id)
             self._record.error = found.label

@@ -16,6 +16,7 @@ from domino_deploy.server.errors import ApiError
 from domino_deploy.server.not_honoured import Neutral, asks_for_nothing
 from domino_deploy.server.problems import Place, Problem, described, joined, shown
 from domino_deploy.server.state import ServerState, state_of
+from domino_deploy.server.unknown_fields import UnknownFields
 from domino_deploy.strict_json import JsonObject, strict_value
 
 # JSON schemas of tools nest some ten levels; Python's own limit is the stack.
@@ -38,6 +39,11 @@ class Body(BaseModel):
     not_honoured: ClassVar[Neutral] = {}
     instead: ClassVar[Mapping[str, str]] = {}
     parts: ClassVar[Mapping[str, type[Body]]] = {}
+
+    @classmethod
+    def names(cls) -> dict[str, str]:
+        """Fields as bodies spell them, each with its attribute."""
+        return {field.alias or name: name for name, field in cls.model_fields.items()}
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong across fields, once every field is right by itself."""
@@ -84,8 +90,7 @@ def _parsed(text: bytes, model: type[AnyBody], state: ServerState) -> AnyBody:
     problems = list(body.problems())
     if problems:
         raise invalid(problems)
-    known = dict.fromkeys(field.alias or name for name, field in model.model_fields.items())
-    state.unknown_fields.note([name for name in value if name not in known and name not in model.not_honoured], known)
+    _note_unknown(value, body, state.unknown_fields)
     return body
 
 
@@ -159,6 +164,20 @@ def _naming_models(problem: Problem, value: JsonObject, names: Sequence[str]) ->
         return problem
     found = "null" if "model" in value else "no such field"
     return "model", f"expected {' or '.join(map(shown, names))}, which is served here, found {found}"
+
+
+def _note_unknown(value: JsonObject, body: Body, unknown_fields: UnknownFields, place: str = "") -> None:
+    """Tell the log of fields of no name that is known, in the objects inside too."""
+    names = body.names()
+    unknown_fields.note([name for name in value if name not in names and name not in body.not_honoured], names, place)
+    for name, given in value.items():
+        parsed = getattr(body, names[name]) if name in names else None
+        if isinstance(parsed, Body):
+            _note_unknown(given, parsed, unknown_fields, f"{place}{name}.")
+        elif isinstance(parsed, list):
+            for item, part in zip(given, parsed, strict=True):
+                if isinstance(part, Body):
+                    _note_unknown(item, part, unknown_fields, f"{place}{name}[].")
 
 
 def _refused_fields(value: JsonObject, model: type[Body], place: str = "") -> Iterator[Problem]:

@@ -28,7 +28,9 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     check_model_name(state, body.model)
     engine = state.engine
-    params = body.generation_params(
+    # In a thread: grammars of schemas and tools take a while to write, in which others' streams must go on.
+    params = await run_in_threadpool(
+        body.generation_params,
         vocab_size=engine.bundle.target.vocab_size,
         max_new_tokens=engine.max_model_len if body.wanted_tokens is None else max(1, body.wanted_tokens),
         logprobs=body.wanted_logprobs,

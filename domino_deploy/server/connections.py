@@ -35,6 +35,7 @@ _END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 has it
 _END_BYTES = 3  # of the longer form
 _EMPTY_LINES = b"\r\n"
 _UNSENT_BYTES = 64 * 2**10  # that the system keeps of an answer, beside what is on the way; its own limit is megabytes
+_LOOKS_AT_READER = 4  # within `send_seconds`
 _RESET = struct.pack("ii", 1, 0)  # no time for what was not sent
 _NO_REQUEST = "illegal request line"  # h11's word for TLS and the like
 _REASON_CHARACTERS = 120
@@ -83,9 +84,10 @@ class Connection(H11Protocol):
 
     The length of a head is limited when its first bytes are looked at: as they come, or once the request before is answered, if they
     came while it ran (until then uvicorn stops reading).  A head behind the rest of a body that nobody reads, in the same packet, has
-    h11's limit instead: the same one, but for heads that are incomplete only, and a 400.
+    h11's limit instead: the same one, but for heads that are incomplete only.
 
     While a byte waits for the client to read, the application waits; if none could be sent for `send_seconds`, the client counts as gone.
+    It is looked at several times in these, so that they end at most one such part later.
     """
 
     def __init__(
@@ -137,7 +139,9 @@ class Connection(H11Protocol):
                 self._refuse_head()
                 return
         super().handle_events()
-        if self.conn.problem is not None:
+        if self.conn.has_long_head:
+            self._refuse_head()
+        elif self.conn.problem is not None:
             self._refuse_request(self.conn.problem)
 
     def on_response_complete(self) -> None:
@@ -180,18 +184,21 @@ class Connection(H11Protocol):
             if kept:
                 self.conn.receive_data(kept)
 
-    def _await_reader(self) -> None:
-        self._send_timer = self.loop.call_later(self._settings.send_seconds, self._end_of_send_time, self._unsent_bytes())
+    def _await_reader(self, looks_in_vain: int = 0) -> None:
+        seconds = self._settings.send_seconds / _LOOKS_AT_READER
+        self._send_timer = self.loop.call_later(seconds, self._look_at_reader, self._unsent_bytes(), looks_in_vain)
 
-    def _end_of_send_time(self, unsent_before: int) -> None:
+    def _look_at_reader(self, unsent_before: int, looks_in_vain: int) -> None:
         unsent = self._unsent_bytes()
-        if unsent < unsent_before:
-            self._await_reader()
+        looks_in_vain = 0 if unsent < unsent_before else looks_in_vain + 1
+        if looks_in_vain < _LOOKS_AT_READER:
+            self._await_reader(looks_in_vain)
             return
         seconds = self._settings.send_seconds
         log_fields(_LOG, logging.INFO, "dropped", {"client": "reads nothing", "seconds": seconds, "unsent_bytes": unsent})
         opened = self.transport.get_extra_info("socket")
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)  # or the system would keep what it has for such a client
+        if opened is not None:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)  # or the system would keep what it has for such a client
         self.transport.abort()
 
     def _unsent_bytes(self) -> int:

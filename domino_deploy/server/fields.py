@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticKnownError
 
-from domino_deploy.errors import RequestError
+from domino_deploy.errors import ConstraintError
 from domino_deploy.runtime.requests import MAX_TOP_LOGPROBS, GenerationParams
 from domino_deploy.runtime.sampling import (
     MAX_LOGIT_BIAS,
@@ -38,9 +39,19 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 OneStop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+
+
+def _not_too_many(found: object) -> object:
+    # Pydantic counts an object's items once it has looked into all of them: millions fit into a body, each with an error.
+    if isinstance(found, dict) and len(found) > MAX_BIASES:
+        raise PydanticKnownError("too_long", {"field_type": "Dictionary", "max_length": MAX_BIASES, "actual_length": len(found)})
+    return found
+
+
 # How clients of llama-server, whose biases are a list, say that there are none.
 NoBiases = Annotated[list[Any], Field(json_schema_extra={"maxItems": 0})]  # `problems` has the words for one with items
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_not_too_many)]
 
 
 class StreamOptions(Body):
@@ -80,7 +91,7 @@ class GenerationFields(StructuredFields):
         default=None, description="Tokens to generate at most; -1 for what the model's length allows."
     )
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(default=None, description="Tokens before which nothing stops it.")
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | NoBiases | None = Field(
+    logit_bias: Biases | NoBiases | None = Field(
         default=None, description="Token id (as a string) to a number that is added to its logit; an empty list is none."
     )
     presence_penalty: Penalty | None = Field(default=None, description="Taken off logits of tokens that were generated.")
@@ -110,11 +121,12 @@ class GenerationFields(StructuredFields):
         if self.ignore_eos and self.constraint_field is not None:
             yield "ignore_eos", f"expected false with a {self.constraint_field} that the answer must match, found true"
 
-    def constraint_error(self, error: RequestError) -> ApiError:
-        """The answer to a body whose `constraint_field` cannot be enforced."""
-        # The engine knows choices and calls of tools as grammars, which nobody sent.
-        told = str(error).replace("lark: ", "" if self.constraint_field == "tools" else "choice: ", 1)
-        return ApiError(400, f"{self.constraint_field}: {told}", param=self.constraint_field)
+    def told(self, error: Exception) -> Exception:
+        """What a request of this body failed of; what the answer must match is named by its field."""
+        if not isinstance(error, ConstraintError):
+            return error
+        field, message = self.constraint_field, str(error)
+        return ApiError(400, message if message.startswith(f"{field}: ") else f"{field}: {message}", param=field)
 
     @property
     def _biases(self) -> Mapping[str, float]:
@@ -159,8 +171,8 @@ class GenerationFields(StructuredFields):
             raise invalid(problems)
         try:
             constraint = self.constraint()
-        except RequestError as error:
-            raise self.constraint_error(error) from error
+        except ConstraintError as error:
+            raise self.told(error) from error
         sampling = SamplingParams(
             temperature=_given(self.temperature, 1.0),
             top_k=max(0, self.top_k or 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from http import HTTPStatus
 from urllib.parse import unquote
 
 import h11
@@ -16,16 +17,20 @@ class RequestParser(h11.Connection):
 
     Attributes:
         problem: h11's words; None as long as there is none.
+        has_long_head: whether it is a head that is longer than the limit, and not yet complete.
     """
 
     problem: str | None = None
+    has_long_head = False
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """h11's; what it would raise becomes `problem`, and nothing comes any more."""
+        is_head = self.their_state is h11.IDLE
         try:
             return super().next_event()
         except h11.RemoteProtocolError as error:
             self.problem = str(error)
+            self.has_long_head = is_head and error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             return h11.NEED_DATA
 
 

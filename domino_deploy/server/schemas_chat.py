@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from domino_deploy.errors import shortened
-from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, tool_calls
+from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, source_json, tool_calls
 from domino_deploy.server.body import Body
 from domino_deploy.server.fields import MAX_TOKENS, NO_LIMIT, GenerationFields, TopLogprobs
 from domino_deploy.server.not_honoured import CHAT_INSTEAD, CHAT_NOT_HONOURED, Neutral
@@ -222,7 +222,7 @@ class ChatBody(GenerationFields):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             yield "tools", f"expected each name once, found more of {', '.join(shortened(twice, _MOST_NAMES))}"
-        if len(json.dumps([tool.model_dump() for tool in self.tools or ()])) > MAX_SOURCE_CHARACTERS:
+        if source_json([tool.model_dump() for tool in self.tools or ()]) is None:
             yield "tools", f"expected at most {MAX_SOURCE_CHARACTERS} characters of JSON, found more"
         if not names and self.tool_choice in (None, "none"):
             return

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, choices
+from domino_deploy.runtime.constraints import MAX_SOURCE_CHARACTERS, Constraint, choices, json_schema, source_json
 from domino_deploy.server.body import Body
 from domino_deploy.server.not_honoured import STRUCTURED_INSTEAD, STRUCTURED_NOT_HONOURED, Neutral
 from domino_deploy.server.problems import Problem
@@ -41,14 +40,18 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(default=None, description="For the type json_schema.")
+    object_schema: dict[str, Any] | None = Field(
+        default=None, alias="schema", description="llama-server's, for the type json_object: a JSON schema; {} for any object."
+    )
 
     def constraint(self) -> Constraint | None:
         """What the answer must match; errors as `Constraint`."""
         if self.type == "json_object":
-            return Constraint(kind="json_object")
+            return json_schema(self.object_schema) if self.object_schema else Constraint(kind="json_object")
         if self.type == "json_schema" and self.json_schema is not None:
             schema = self.json_schema.json_schema
-            return _json(closed(schema) if self.json_schema.strict else schema)
+            # One that is too long is refused as it is.
+            return json_schema(closed(schema) if self.json_schema.strict and source_json(schema) is not None else schema)
         return None
 
     def problems(self) -> Iterator[Problem]:
@@ -56,6 +59,8 @@ class ResponseFormat(Body):
             yield "response_format.json_schema", "expected it for the type json_schema, found no such field"
         if self.type != "json_schema" and self.json_schema is not None:
             yield "response_format.json_schema", f"expected it for the type json_schema only, found it for {self.type}"
+        if self.type != "json_object" and self.object_schema is not None:
+            yield "response_format.schema", f"expected it for the type json_object only, found it for {self.type}"
 
 
 class StructuredOutputs(Body):
@@ -68,6 +73,7 @@ class StructuredOutputs(Body):
     regex: _Source | None = Field(default=None, description="A regular expression that the whole answer matches.")
     choice: _Choices | None = Field(default=None, description="The answer is one of these texts.")
     json_object: bool | None = Field(default=None, description="true: any JSON object.")
+    disable_fallback: bool | None = Field(default=None, description="Accepted, without effect.")
 
     def constraint(self) -> Constraint:
         """What the answer must match; errors as `Constraint`."""
@@ -86,7 +92,8 @@ class StructuredOutputs(Body):
 
 def _none_if_without_form(found: object) -> object:
     # Of unknown keys, one may be a slip: these are not taken for nothing.
-    is_empty = isinstance(found, dict) and all(value is None or value is False for value in found.values())
+    known = {*StructuredOutputs.names(), *StructuredOutputs.not_honoured}
+    is_empty = isinstance(found, dict) and all(name in known and (value is None or value is False) for name, value in found.items())
     return None if is_empty else found
 
 
@@ -120,7 +127,7 @@ class StructuredFields(Body):
         """What the answer must match.
 
         Raises:
-            RequestError: something too long to be enforced.
+            ConstraintError: something too long to be enforced.
         """
         if self.structured_outputs is not None:
             return self.structured_outputs.constraint()
@@ -140,7 +147,7 @@ class StructuredFields(Body):
 
 
 def _json(schema: dict[str, Any] | str) -> Constraint:
-    return Constraint(kind="json_schema", source=schema if isinstance(schema, str) else json.dumps(schema))
+    return Constraint(kind="json_schema", source=schema) if isinstance(schema, str) else json_schema(schema)
 
 
 def _regex(expression: str) -> Constraint:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from domino_deploy.api_keys import KEY_CHARACTERS, is_key
 from domino_deploy.errors import OutOfRangeError
 
 MAX_PORT = 65535
@@ -15,7 +16,6 @@ LEAST_SIZE_BYTES = 1024  # the least that may be set as the limit of bodies or h
 LONGEST_DRAIN_SECONDS = 24 * 60 * 60  # threads cannot wait for any number of seconds
 _ORIGIN = re.compile(r"https?://[^/\s?#]+|\*")
 _HOST_NAME = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]|\*", re.ASCII)
-_KEY = re.compile(r"[!-~]+")
 # What the server itself gives to the chat template, and the template.
 OWN_TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template")
 
@@ -26,11 +26,6 @@ class StatisticsLevel(StrEnum):
     NONE = "none"
     SUMMARY = "summary"
     DETAILED = "detailed"
-
-
-def is_key(text: str) -> bool:
-    """Whether a client can send this as a key: in a header, which carries visible ASCII."""
-    return _KEY.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +82,7 @@ class ServerSettings:
             problems["drain_seconds"] = f"must lie in [0, {LONGEST_DRAIN_SECONDS}], found {self.drain_seconds}"
         bad_keys = sum(not is_key(key) for key in self.api_keys)
         if bad_keys:
-            problems["api_keys"] = f"must be visible ASCII characters without spaces, found {bad_keys} of {len(self.api_keys)} that are not"
+            problems["api_keys"] = f"must be {KEY_CHARACTERS}, found {bad_keys} of {len(self.api_keys)} that are not"
         nameless = [name for name in self.served_model_names if not name.strip()]
         if nameless:
             problems["served_model_names"] = f"must be more than white space, found {_quoted(nameless)}"

@@ -21,10 +21,13 @@ class UnknownFields:
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
-    def note(self, names: Collection[str], known: Collection[str]) -> None:
-        """Log those of `names` that were not logged before, with the one of `known` that was likely meant."""
+    def note(self, names: Collection[str], known: Collection[str], place: str = "") -> None:
+        """Log those of `names` that were not logged before, with the one of `known` that was likely meant.
+
+        place: what stands before them all, such as "stream_options.".
+        """
         for name in names:
-            text = shown(name)
+            text = shown(f"{place}{name}")
             with self._lock:
                 if len(self._told) >= MAX_NAMES:
                     return
@@ -32,6 +35,6 @@ class UnknownFields:
                     continue
                 self._told.add(text)
                 end = ". Further names are not logged" if len(self._told) == MAX_NAMES else ""
-            near = get_close_matches(text.strip('"'), known, n=1)
-            meant = f"; {near[0]} may have been meant" if near else ""
+            near = get_close_matches(text.strip('"').removeprefix(place), known, n=1)
+            meant = f"; {place}{near[0]} may have been meant" if near else ""
             _LOG.info("Ignored the field %s of a request: there is none of this name%s%s", text, meant, end)
