@@ -43,7 +43,8 @@ def logged_statuses(log: Path, id_prefix: str) -> Counter[int]:
     statuses: Counter[int] = Counter()
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         record = json.loads(line) if line.startswith("{") else {}
-        if str(record.get("request_id", "")).startswith(id_prefix):
+        # Other lines of a request, of fields that were ignored, have its id too.
+        if "status" in record and str(record.get("request_id", "")).startswith(id_prefix):
             statuses[record["status"]] += 1
     return statuses
 

@@ -88,7 +88,7 @@ def bad_requests(model: str, max_model_len: int) -> Sequence[BadRequest]:
         {"temperature": -1},
         {"temperature": "warm"},
         {"top_p": 0},
-        {"max_tokens": -1},
+        {"max_tokens": -2},
         {"stop": [""]},
         {"messages": []},
         {"messages": "Hello"},

@@ -102,3 +102,14 @@ def test_the_pages_tables_hold_what_was_recorded(script: Any) -> None:
     assert "| asks | passed | a \\| b |" in page
     assert "| compares | **failed** | below |" in page
     assert "| task | acc | 0.5 | 0.25 |" in page
+
+
+def test_statuses_are_those_of_the_lines_that_end_a_request(script: Any, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    lines = [
+        {"request_id": "soak-1", "message": "Ignored the field"},
+        {"request_id": "soak-1", "status": 200},
+        {"request_id": "b", "status": 408},
+    ]
+    log.write_text("\n".join(["Opening a bundle", *map(json.dumps, lines)]), encoding="utf-8")
+    assert script("soak_balance").logged_statuses(log, "soak-") == {200: 1}
