@@ -45,14 +45,12 @@ CHANCES: dict[str, Chances] = {
 @pytest.mark.parametrize(("cost", "batch"), list(itertools.product(COSTS, (1, 8))))
 @pytest.mark.parametrize("chances", CHANCES)
 def test_a_run_keeps_up_with_plain_decoding_and_with_the_best_fixed_width(cost: str, batch: int, chances: str) -> None:
-    """0.98 is for probes and estimates, which cost 0.5 to 1 %.  Gains up to 8 % may be refused (0.94; the least of three seeds was 0.95),
-    and where the acceptance gets better, up to 320 cycles of 750 go by until the next probe.
-    """
+    """0.98 and 0.95 leave room for what probes and estimates cost, 0.95 for gains that are too small to be taken, too."""
     given = {"cost": COSTS[cost], "chances": CHANCES[chances], "batch": batch, "cycles": CYCLES}
     rate = simulate(calibrated(COSTS[cost]), **given).rate  # type: ignore[arg-type]
     fixed = [fixed_rate(width, **given) for width in range(MAX_WIDTH + 1)]  # type: ignore[arg-type]
     assert rate >= 0.98 * fixed[0]
-    assert rate >= (0.7 if chances == "getting better" else 0.94) * max(fixed), fixed.index(max(fixed))
+    assert rate >= 0.95 * max(fixed), fixed.index(max(fixed))
 
 
 @pytest.mark.parametrize("seed", range(3))
