@@ -63,9 +63,12 @@ class AcceptanceHistory:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self._counts = _Counts(_OWN_DECAY)
+        # What was asked for last, and of which common chances and how many drafts: in plain decoding nothing of it changes.
+        self._expected: tuple[Sequence[float], int, list[float]] | None = None
 
     def record(self, proposed: int, accepted: int) -> None:
         """Take in one cycle: the first `accepted` of `proposed` tokens were accepted, the next one was not."""
+        self._expected = None
         self._counts.fade()
         for position in range(min(accepted + 1, proposed)):
             self._counts.add(position, reached=1.0, accepted=float(position < accepted))
@@ -78,17 +81,24 @@ class AcceptanceHistory:
         """Tokens that a cycle with 0, 1, ..., `width` drafts is expected to commit.
 
         Args:
-            common: chances by position over all sequences, strictly between 0 and 1; at least `width`.
+            common: chances by position over all sequences, strictly between 0 and 1; at least `width`, and never changed.
         """
+        usable = self.usable(width)
+        if self._expected is None or self._expected[0] is not common or self._expected[1] != usable:
+            self._expected = common, usable, self._committed(common, usable)
+        tokens = self._expected[2]
+        return tokens + tokens[-1:] * (width + 1 - len(tokens))
+
+    def _committed(self, common: Sequence[float], drafts: int) -> list[float]:
         tokens, survives, better = [1.0], 1.0, 1.0
-        for position in range(self.usable(width)):
+        for position in range(drafts):
             # What is expected where it was not yet, or seldom.
             odds = better**_STAYS_BETTER * _odds(common[position])
             chance = self._counts.chance(position, odds / (1 + odds), _OWN_PRIOR_WEIGHT)
             better = _odds(chance) / _odds(common[position])
             survives *= chance
             tokens.append(tokens[-1] + survives)
-        return tokens + tokens[-1:] * (width + 1 - len(tokens))
+        return tokens
 
 
 def _odds(chance: float) -> float:
@@ -152,6 +162,7 @@ class SpeculationController:
         self.last_reason = Reason.NOT_WANTED
         self._costs: CycleCosts | None = None
         self._common = _Counts(_COMMON_DECAY)
+        self._chances: tuple[float, ...] | None = None  # of `_common`, until a cycle drafts
         self._settled: int | None = None
         self._probe: _Probe | None = None
         self._is_probe_cycle = False
@@ -206,7 +217,8 @@ class SpeculationController:
         if chosen:
             self.last_reason = Reason.PAYS
         else:
-            ideal = (sum(history.usable(width) + 1 for history in histories) + plain_sequences for width in range(most + 1))
+            limits = [history.usable(most) for history in histories]
+            ideal = (batch + sum(min(limit, width) for limit in limits) for width in range(most + 1))
             could_pay = any(amount > _WORTH * rates[0] * cost for amount, cost in zip(ideal, costs, strict=True))
             self.last_reason = Reason.LOW_ACCEPTANCE if could_pay else Reason.COSTLY_BATCH
         return chosen
@@ -218,6 +230,7 @@ class SpeculationController:
             width = record.width if record.drafts else 0
             in_step_ms = self._costs.add(record.batch, width, spent_ms, waiting_rows=record.waiting_rows, sequences=record.drafts)
         if record.drafts:
+            self._chances = None
             self._common.fade()
             for position, (reached, accepted) in enumerate(zip(record.reached_per_position, record.accepted_per_position, strict=True)):
                 self._common.add(position, reached=reached, accepted=accepted)
@@ -228,11 +241,13 @@ class SpeculationController:
         self._is_probe_cycle = False
 
     def _expected_tokens(self, histories: Sequence[AcceptanceHistory], most: int, plain_sequences: int) -> list[float]:
-        common: list[float] = []
-        for position in range(most):
-            expected = common[-1] if common else _FIRST_CHANCE
-            common.append(self._common.chance(position, expected, _COMMON_PRIOR_WEIGHT))
-        columns = zip(*(history.expected_tokens(common, most) for history in histories), strict=True)
+        if self._chances is None:
+            common = [_FIRST_CHANCE]
+            for position in range(self.max_width):
+                common.append(self._common.chance(position, common[-1], _COMMON_PRIOR_WEIGHT))
+            self._chances = tuple(common[1:])
+        chances = self._chances
+        columns = zip(*(history.expected_tokens(chances, most) for history in histories), strict=True)
         return [sum(column) + plain_sequences for column in columns]
 
     def _best(self, rates: Sequence[float]) -> int:

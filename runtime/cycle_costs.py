@@ -43,7 +43,7 @@ class CycleCosts:
     def __init__(self, grid: Mapping[int, Mapping[int, float]]) -> None:
         self._grid = grid
         self._widths = sorted({width for costs in grid.values() for width in costs if width})
-        self._interpolated: dict[tuple[int, int], float] = {}
+        self._looked_up: dict[tuple[int, int], tuple[float, list[int]]] = {}
         cells = [(batch, width) for batch in grid for width in (0, *self._widths)]
         self._cells = {cell: _FIRST_CELL + index for index, cell in enumerate(cells)}  # places in the state
         size = _FIRST_CELL + len(cells)
@@ -57,7 +57,8 @@ class CycleCosts:
 
     def ms(self, batch: int, width: int) -> float:
         """The expected cost of one cycle that finds the drafter in step."""
-        return self._calibrated(batch, width) * exp(float(self._state[self._parts(batch, width)].sum()))
+        calibrated_ms, parts = self._look_up(batch, width)
+        return calibrated_ms * exp(sum(self._state[part] for part in parts))
 
     def catch_up_ms(self, waiting_rows: int, sequences: int, width: int) -> float:
         """The expected cost of rows that wait for the drafter of so many sequences; 0 until it was seen some times."""
@@ -88,11 +89,19 @@ class CycleCosts:
         surprise = log(measured_ms / self.ms(batch, width))
         self._state *= self._kept
         covariance = self._covariance * np.outer(self._kept, self._kept) + np.diag(self._drift)
-        shared = covariance[:, self._parts(batch, width)].sum(axis=1)
-        variance = float(shared[self._parts(batch, width)].sum()) + _NOISE**2
+        _, parts = self._look_up(batch, width)
+        shared = covariance[:, parts].sum(axis=1)
+        variance = float(shared[parts].sum()) + _NOISE**2
         most = _MOST_SURPRISE * variance**0.5
         self._state += shared / variance * min(max(surprise, -most), most)
         self._covariance = covariance - np.outer(shared, shared) / variance
+
+    def _look_up(self, batch: int, width: int) -> tuple[float, list[int]]:
+        """The calibrated cost, and places in the state of what it is multiplied by; remembered, as every cycle asks for all widths."""
+        found = self._looked_up.get((batch, width))
+        if found is None:
+            found = self._looked_up[batch, width] = self._calibrated(batch, width), self._parts(batch, width)
+        return found
 
     def _parts(self, batch: int, width: int) -> list[int]:
         """Places in the state of what makes up this cost: that of the nearest calibrated batch and width stands for it."""
@@ -104,10 +113,7 @@ class CycleCosts:
         return [_LEVEL, _DRAFTING, self._cells[size, min(self._widths, key=lambda calibrated: abs(calibrated - width))]]
 
     def _calibrated(self, batch: int, width: int) -> float:
-        if (batch, width) not in self._interpolated:
-            at_width = {size: _interpolate(costs, width) for size, costs in self._grid.items()}
-            self._interpolated[batch, width] = _interpolate(at_width, batch)
-        return self._interpolated[batch, width]
+        return _interpolate({size: _interpolate(costs, width) for size, costs in self._grid.items()}, batch)
 
 
 def _behind(waiting_rows: int, sequences: int, width: int) -> int:

@@ -336,6 +336,18 @@ def test_expected_tokens_are_the_chances_multiplied_up() -> None:
     assert tokens == pytest.approx([1, 1 + 5 / 6, 1 + 9 / 6, 1 + 12 / 6, 1 + 12 / 6], abs=0.08)
 
 
+def test_what_is_expected_follows_everything_that_it_depends_on() -> None:
+    common, better = (0.6, 0.5), (0.9, 0.8)
+    history = AcceptanceHistory(limit=2)
+    assert history.expected_tokens(common, 2) == pytest.approx([1, 1.6, 1.9])
+    assert history.expected_tokens(better, 2) == pytest.approx([1, 1.9, 2.62])
+    history.limit = 1
+    assert history.expected_tokens(better, 2) == pytest.approx([1, 1.9, 1.9])
+    for _ in range(400):
+        history.record(1, 0)
+    assert history.expected_tokens(better, 1)[1] < 1.3
+
+
 @pytest.mark.parametrize(("chance", "pays"), [(0.02, False), (0.95, True)])
 def test_a_new_sequence_is_expected_to_be_like_the_others(chance: float, pays: bool) -> None:
     controller = calibrated(gpu_cost)
