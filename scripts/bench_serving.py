@@ -3,9 +3,10 @@
 Prompts are the held-out ones of `domino-deploy bench`, which nothing was tuned on.  Requests without speculation go to the same server with
 `speculative: false`, so that both ways share process, weights and threads.  A turn is one way at one concurrency: as many clients ask for
 one answer after the other, of different lengths; what the server generates is counted over some seconds in which all of them are at work,
-by its own counter of tokens.  Every round takes every concurrency both ways, in alternating order; figures are medians over rounds, ratios
-medians of each round's ratio.  Answers are compared: both ways must give the same texts.  Before every turn, other prompts take all slots:
-no prompt is found in a cache, beyond the chat template.
+by its own counter of tokens.  Then they leave the answers that they are at.  A machine's speed drifts by more, within a minute, than two
+ways may differ: turns are short and many, and a round takes every concurrency both ways, one right behind the other, in alternating order.
+The ratio is that of all tokens with speculation to all without; its interval is a bootstrap over rounds.  Answers are compared: both ways
+must give the same texts.  Prompts are asked for in turns, so that none is found in a cache, beyond the chat template.
 """
 
 from __future__ import annotations
@@ -19,39 +20,41 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 import click
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from serving_process import serving
 
 from domino_deploy.bench import failures
-from domino_deploy.bench.client import Answer, Client
-from domino_deploy.bench.load import LoadSettings, Speculation, send, speculation_since
+from domino_deploy.bench.client import Answer, AnswerLeft, Client
+from domino_deploy.bench.load import LoadSettings, Speculation, speculation_since
 from domino_deploy.bench.machine import this_machine, versions
 from domino_deploy.bench.report import Table, as_markdown, number
 from domino_deploy.bench.tasks import OWN, select
 from domino_deploy.cli.bench_url import whole_numbers
 
 _COLUMNS = (
-    "concurrency", "plain tok/s", "tok/s", "ratio", "lowest to highest", "plain over plain", "acceptance length", "drafted cycles",
+    "concurrency", "plain tok/s", "tok/s", "ratio", "95 % interval", "one round's spread", "acceptance length", "drafted cycles",
     "plain TPOT ms", "TPOT ms", "plain TTFT ms", "TTFT ms", "same texts",
 )  # fmt: skip
 _HEADING = """# Serving: throughput with and without speculation
 
 Clients that ask one `domino-deploy serve` process for one answer after the other; "plain" are the same requests with
-`"speculative": false`, in turns with the others. Tokens per second are those that the server generated in {seconds:g} seconds with all
-clients at work, medians over {rounds} rounds; the ratio is the median of the rounds' ratios, which lie between the lowest and the
-highest. "Plain over plain" says how much of that is the machine's: the slowest and the fastest plain turn over their median. TPOT per
+`"speculative": false`, in turns with the others: {rounds} rounds, in each of which every concurrency has {seconds:g} seconds both ways.
+Tokens per second are those that the server generated, medians over rounds. The ratio is that of all tokens of all rounds, with the 95 %
+interval that a bootstrap over rounds gives; the spread is the standard deviation of a round's ratio, most of it the machine's. TPOT per
 token and TTFT are medians of the answers that ended in these seconds. The engine chooses for every cycle how many tokens to draft, by
 measured costs and acceptance (`runtime/controller.py`). "Drafted cycles": of all parts that a sequence had in a cycle, those with drafts.
 """
+_RESAMPLES = 4000  # of the bootstrap
 _TOKENS = "vllm:generation_tokens_total"
 
 
@@ -80,9 +83,9 @@ class Turn:
 @click.argument("bundle", type=click.Path(path_type=Path), default=Path("build/demo-bundle"))
 @click.option("--url", help="Measure this server; by default one is started for the bundle.")
 @click.option("--concurrency", callback=whole_numbers, default="1,2,4,8,16")
-@click.option("--rounds", type=click.IntRange(min=1), default=5)
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=15.0, help="Of every turn that count.")
-@click.option("--warm-up", type=click.FloatRange(min=0), default=3.0, help="Seconds of every turn before those.")
+@click.option("--rounds", type=click.IntRange(min=1), default=40)
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=5.0, help="Of every turn that count.")
+@click.option("--warm-up", type=click.FloatRange(min=0), default=1.0, help="Seconds of every turn before those.")
 @click.option("--prompts", type=click.IntRange(min=1), default=96, help="Different ones; they are asked for in turns.")
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=64, help="Of the longest answer; the shortest has a third of it.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=Path("demo/figures/serving.json"))
@@ -153,32 +156,31 @@ class _Measurement:
         self._seconds = seconds
         self._warm_up = warm_up
         self._model = client.first_model()
-        most = max(settings.concurrency)
-        self._others = OWN["word-problems"](len(prompts) + most)[len(prompts) :]
+        self._numbers = itertools.count()  # goes on from turn to turn
 
     def turns(self, rounds: int) -> Iterator[Turn]:
         """So many rounds, behind turns that count nowhere: the controller's estimates are those of a server that has been running."""
-        most = max(self._settings.concurrency)
-        for is_plain in (True, False):
-            self._turn(most, is_plain=is_plain)
+        for concurrency, is_plain in itertools.product(self._settings.concurrency, (True, False)):
+            self._turn(concurrency, is_plain=is_plain)
         for taken in range(rounds):
             for concurrency in self._settings.concurrency:
+                rates = {}
                 for is_plain in (taken % 2 == 0, taken % 2 == 1):
                     turn = self._turn(concurrency, is_plain=is_plain)
-                    way = "plain" if is_plain else "speculative"
-                    click.echo(f"round {taken + 1}, concurrency {concurrency}, {way}: {turn.tokens_per_second:.1f} tok/s", err=True)
+                    rates[is_plain] = turn.tokens_per_second
                     yield turn
+                both = f"{rates[True]:.1f} tok/s plain, {rates[False]:.1f} speculative"
+                click.echo(f"round {taken + 1} of {rounds}, concurrency {concurrency}: {both}", err=True)
 
     def _turn(self, concurrency: int, *, is_plain: bool) -> Turn:
-        displacing = [self._body(other, is_plain) | {"max_tokens": 1} for other in self._others]
-        send(self._client, self._settings.path, displacing, concurrency=len(displacing))
+        leave, answers = threading.Event(), list[tuple[int, Answer]]()
         bodies = [self._body(prompt, is_plain, length) for prompt, length in zip(self._prompts, itertools.cycle(self._lengths()))]
-        stop, numbers, answers = threading.Event(), itertools.count(), list[tuple[int, Answer]]()
 
         def ask_on() -> None:
-            while not stop.is_set():
-                number = next(numbers) % len(bodies)
-                answers.append((number, self._client.stream(self._settings.path, bodies[number])))
+            with suppress(AnswerLeft):
+                while not leave.is_set():
+                    number = next(self._numbers) % len(bodies)
+                    answers.append((number, self._client.stream(self._settings.path, bodies[number], leave=leave)))
 
         with ThreadPoolExecutor(max_workers=concurrency) as clients:
             try:
@@ -188,10 +190,14 @@ class _Measurement:
                 time.sleep(self._seconds)
                 after, ended = self._counters()
             finally:
-                stop.set()
+                leave.set()
         for client in running:
             client.result()
         _check(answers)
+        if after[_TOKENS] <= before[_TOKENS]:
+            raise click.ClickException(
+                f"Expected tokens in every turn, found none in {self._seconds:g} seconds of concurrency {concurrency}. Give more --seconds."
+            )
         speculation = speculation_since(before, after)
         assert speculation is not None, "a server with the one counter has the others"
         return Turn(
@@ -209,9 +215,8 @@ class _Measurement:
         most = self._settings.max_new_tokens
         return [most, max(1, most // 3), max(1, 2 * most // 3), max(1, most // 2)]
 
-    def _body(self, prompt: str, is_plain: bool, length: int | None = None) -> dict[str, object]:
-        cut = {} if length is None else {"max_tokens": length}
-        return self._settings.body(self._model, prompt) | {"speculative": not is_plain} | cut
+    def _body(self, prompt: str, is_plain: bool, length: int) -> dict[str, object]:
+        return self._settings.body(self._model, prompt) | {"speculative": not is_plain, "max_tokens": length}
 
     def _counters(self) -> tuple[dict[str, float], float]:
         """The server's counters, and when it was asked for them."""
@@ -234,7 +239,7 @@ def _check(answers: Sequence[tuple[int, Answer]]) -> None:
 def _row(turns: Sequence[Turn], concurrency: int) -> dict[str, Any]:
     """One concurrency's figures."""
     plain, ours = ([turn for turn in turns if (turn.concurrency, turn.is_plain) == (concurrency, is_plain)] for is_plain in (True, False))
-    ratios = [mine.tokens_per_second / theirs.tokens_per_second for mine, theirs in zip(ours, plain, strict=True)]
+    rates, plain_rates = (np.array([turn.tokens_per_second for turn in turns]) for turns in (ours, plain))
     grown = [turn.speculation for turn in ours]
     drafts, drafted, accepted = (
         sum(counts) for counts in zip(*((each.drafts, each.drafted, each.accepted) for each in grown), strict=True)
@@ -245,11 +250,11 @@ def _row(turns: Sequence[Turn], concurrency: int) -> dict[str, Any]:
     pairs = [(text, known[number]) for turn in ours for number, text in turn.texts.items() if number in known]
     return {
         "concurrency": concurrency,
-        "plain_tokens_per_second": median(turn.tokens_per_second for turn in plain),
-        "tokens_per_second": median(turn.tokens_per_second for turn in ours),
-        "ratio": median(ratios),
-        "ratios": ratios,
-        "plain_rates": [turn.tokens_per_second for turn in plain],
+        "plain_tokens_per_second": median(plain_rates.tolist()),
+        "tokens_per_second": median(rates.tolist()),
+        "ratio": float(rates.sum() / plain_rates.sum()),
+        "interval": interval(rates, plain_rates),
+        "ratios": (rates / plain_rates).tolist(),
         "acceptance_length": Speculation(drafts=drafts, drafted=drafted, accepted=accepted).acceptance_length,
         "drafted_cycles": drafts / parts if parts > 0 else None,
         "plain_tpot_ms": _median(answer.token_ms for turn in plain for answer in turn.answers),
@@ -259,6 +264,14 @@ def _row(turns: Sequence[Turn], concurrency: int) -> dict[str, Any]:
         "same_texts": sum(mine == theirs for mine, theirs in pairs),
         "texts": len(pairs),
     }
+
+
+def interval(rates: np.ndarray, plain_rates: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of sum(rates) / sum(plain_rates), [rounds] each: whole rounds drawn again with replacement."""
+    rounds = len(rates)
+    drawn = np.random.default_rng(seed).integers(rounds, size=(_RESAMPLES, rounds))
+    low, high = np.quantile(rates[drawn].sum(axis=1) / plain_rates[drawn].sum(axis=1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -272,9 +285,9 @@ def markdown(facts: dict[str, Any]) -> str:
         (
             str(row["concurrency"]),
             *(number(row[name], 1) for name in ("plain_tokens_per_second", "tokens_per_second")),
-            number(row["ratio"]),
-            f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}",
-            " to ".join(f"{most(row['plain_rates']) / row['plain_tokens_per_second']:.2f}" for most in (min, max)),
+            number(row["ratio"], 3),
+            " to ".join(number(end, 3) for end in row["interval"]),
+            number(stdev(row["ratios"]) if len(row["ratios"]) > 1 else None),
             number(row["acceptance_length"]),
             "-" if row["drafted_cycles"] is None else f"{row['drafted_cycles']:.0%}",
             *(number(row[name], 1) for name in ("plain_tpot_ms", "tpot_ms", "plain_ttft_ms", "ttft_ms")),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections import deque
 
 import pytest
 from starlette.responses import JSONResponse, Response
 
 from domino_deploy.bench import chunks, load
-from domino_deploy.bench.client import Answer, Client
+from domino_deploy.bench.client import Answer, AnswerLeft, Client
 from domino_deploy.bench.event_stream import EventReader
 from domino_deploy.errors import MeasurementError, RequestError
 from tests.support.endless_server import endless
@@ -191,6 +193,17 @@ class TestEndlessServers:
             found = Client(url, timeout_seconds=60).stream(load.CHAT_PATH, {})
         assert found.error == "long_answer"
         assert found.text.startswith("first")
+
+    def test_an_answer_that_is_not_wanted_any_more_is_left_with_its_next_piece(self) -> None:
+        leave = threading.Event()
+        with ScriptedServer([chunk("a"), *[0.05, chunk("b")] * 400]).url() as url:
+            threading.Timer(0.2, leave.set).start()
+            started = time.monotonic()
+            with pytest.raises(AnswerLeft):
+                Client(url).stream(load.CHAT_PATH, {}, leave=leave)
+            assert time.monotonic() - started < 10
+        with ScriptedServer(["".join(map(str, answer("a")))]).url() as url:
+            assert Client(url).stream(load.CHAT_PATH, {}, leave=leave).text == "a", "the piece it was to be left with was the last one"
 
     def test_a_refusal_without_an_end_is_its_status(self) -> None:
         with endless(b"HTTP/1.1 500 Oh\r\n\r\n", b" ", pause_seconds=0.05) as url:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from domino_deploy.bench.load import Speculation
-from tests.support.scripted_server import ScriptedServer, answer
+from tests.support.scripted_server import ScriptedServer, answer, chunk
 from tests.support.scripts import loaded_script
 
 
@@ -34,14 +36,12 @@ def test_every_round_asks_for_the_same_both_ways_in_alternating_order(script: Mo
     assert done.exit_code == 0, done.output
 
     ways = [body["speculative"] for body in server.asked]
-    assert [way for way, _ in itertools.groupby(ways)] == [False, True, False, True, False, True, False, True, False]
-    displacing = [body for body in server.asked if body["max_tokens"] == 1]
-    assert len(displacing) == 2 * 10  # as many as there are slots, before the two first turns and the eight that count
-    asked = [body for body in server.asked if body["max_tokens"] > 1]
-    assert {body["max_tokens"] for body in asked} == {8, 2, 5, 4}
-    lengths = {(body["messages"][0]["content"], body["max_tokens"]) for body in asked}
-    assert len(lengths) == 6, "a prompt's answer is as long every time"
-    assert not {body["messages"][0]["content"] for body in displacing} & {prompt for prompt, _ in lengths}
+    first = [False, True] * 2  # those that count nowhere
+    assert [way for way, _ in itertools.groupby(ways)] == first + [False, True] * 2 + [False, True, False]
+    assert {body["max_tokens"] for body in server.asked} == {8, 2, 5, 4}
+    lengths = [(body["messages"][0]["content"], body["max_tokens"]) for body in server.asked]
+    assert len(set(lengths)) == 6, "a prompt's answer is as long every time"
+    assert max(Counter(lengths).values()) - min(Counter(lengths).values()) <= 1, "every turn goes on where the last one ended"
 
     made = json.loads((tmp_path / "serving.json").read_text())
     assert [row["concurrency"] for row in made["rows"]] == [1, 2]
@@ -51,8 +51,7 @@ def test_every_round_asks_for_the_same_both_ways_in_alternating_order(script: Mo
         assert row["drafted_cycles"] == 1.0
         assert len(row["ratios"]) == 2
         assert min(row["ratios"]) <= row["ratio"] <= max(row["ratios"])
-        assert len(row["plain_rates"]) == 2
-        assert sorted(row["plain_rates"])[0] <= row["plain_tokens_per_second"] <= sorted(row["plain_rates"])[1]
+        assert min(row["ratios"]) <= row["interval"][0] <= row["ratio"] <= row["interval"][1] <= max(row["ratios"])
     page = (tmp_path / "serving.md").read_text()
     assert page == script.markdown(made)
     assert "| 100% |" in page
@@ -62,6 +61,36 @@ def test_a_turns_rate_is_what_the_counter_grew_by_over_its_seconds(script: Modul
     nothing = Speculation(drafts=0, drafted=0, accepted=0)
     turn = script.Turn(concurrency=2, is_plain=True, seconds=4.0, tokens=120.0, speculation=nothing, answers=(), texts={})
     assert turn.tokens_per_second == 30.0
+
+
+def test_the_interval_is_as_wide_as_the_rounds_differ(script: ModuleType) -> None:
+    plain = np.linspace(80.0, 120.0, 40)
+    assert script.interval(1.1 * plain, plain) == pytest.approx((1.1, 1.1)), "a machine's drift that both ways share is none of the ratio"
+    noise = np.random.default_rng(0).normal(1.0, 0.05, size=40)
+    low, high = script.interval(plain * noise, plain)
+    assert low < 1.0 < high
+    assert high - low == pytest.approx(2 * 1.96 * 0.05 / 40**0.5, rel=0.3)
+
+
+def test_answers_that_a_turn_ends_in_are_left_and_not_compared(script: ModuleType, tmp_path: Path) -> None:
+    pieces = itertools.count()
+
+    def slow(body: dict[str, Any]) -> list[str | bytes | float]:
+        return [*itertools.chain.from_iterable((piece, 0.06) for piece in answer(f"{next(pieces)}"))]
+
+    server = ScriptedServer(slow, api_key="")
+    done = measured(script, server, tmp_path)
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "serving.json").read_text())["rows"]
+    assert sum(row["texts"] for row in rows) > 0
+    assert all(row["same_texts"] == 0 for row in rows), "no two answers are the same"
+    assert server.broken_off > 0
+
+
+def test_a_turn_without_a_token_ends_the_measurement(script: ModuleType, tmp_path: Path) -> None:
+    done = measured(script, ScriptedServer([chunk(""), *[0.05, ": comment\n\n"] * 400], api_key=""), tmp_path)
+    assert done.exit_code == 1
+    assert "found none in 0.3 seconds of concurrency 1. Give more --seconds." in done.output
 
 
 def test_a_text_that_speculation_changed_is_counted(script: ModuleType, tmp_path: Path) -> None:

@@ -75,6 +75,10 @@ class Answer:
         return (self.ended - self.started) * 1e3
 
 
+class AnswerLeft(Exception):
+    """The answer was not wanted any more."""
+
+
 class Client:
     """A server by its address.
 
@@ -153,8 +157,15 @@ class Client:
             samples[found["name"]] = samples.get(found["name"], 0.0) + float(found["value"])
         return samples
 
-    def stream(self, path: str, body: Mapping[str, object]) -> Answer:
-        """Send one request and read its answer to the end; what goes wrong is the answer's `error`."""
+    def stream(self, path: str, body: Mapping[str, object], *, leave: threading.Event | None = None) -> Answer:
+        """Send one request and read its answer to the end; what goes wrong is the answer's `error`.
+
+        Args:
+            leave: once it is set, the connection is closed with the next piece of an answer that has not ended.
+
+        Raises:
+            AnswerLeft: it came to that.
+        """
         started = self._clock()
         stream = Chunks(self._clock)
         error: str | None = None
@@ -175,6 +186,8 @@ class Client:
             else:
                 while not stream.is_complete and (piece := response.read1(_PIECE_BYTES)):
                     stream.take(piece)
+                    if leave is not None and leave.is_set() and not stream.is_complete:
+                        raise AnswerLeft
                 error, message = stream.error, stream.message
         except (OSError, http.client.HTTPException) as failure:
             error = failures.kind_of(failure)

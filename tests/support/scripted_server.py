@@ -41,6 +41,7 @@ class ScriptedServer:
         self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.in_flight = self.most_in_flight = 0
+        self.broken_off = 0  # streams that their clients did not read to the end
         self._streams = list(streams)
         self._has_metrics = has_metrics
         self._api_key = api_key
@@ -84,9 +85,14 @@ class ScriptedServer:
     async def _sent(self, pieces: list[str | bytes | float]) -> AsyncIterator[bytes]:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        for piece in pieces:
-            if isinstance(piece, float):
-                await asyncio.sleep(piece)
-            else:
-                yield piece if isinstance(piece, bytes) else piece.encode()
-        self.in_flight -= 1
+        is_whole = False
+        try:
+            for piece in pieces:
+                if isinstance(piece, float):
+                    await asyncio.sleep(piece)
+                else:
+                    yield piece if isinstance(piece, bytes) else piece.encode()
+            is_whole = True
+        finally:
+            self.in_flight -= 1
+            self.broken_off += not is_whole
