@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
+from operator import truediv
 
 from domino_deploy.runtime.cycle_costs import CycleCosts, calibrate
 from domino_deploy.runtime.protocols import TermsMs
@@ -35,8 +37,10 @@ _WORTH = 1.08
 _STRETCH_CYCLES = 16
 # A probe is so many cycles: one may be unlucky.
 _PROBE_CYCLES = 3
-# Time that probes may cost, as a share of all; it shrinks to a quarter while they keep finding nothing.
-_PROBE_SHARE = 0.006
+# Time that probes may cost, as a share of all: so much of what there would be to gain, were every draft accepted, but no more than that;
+# it shrinks to a quarter while they keep finding nothing.
+_PROBE_SHARE_OF_GAIN = 0.004
+_MOST_PROBE_SHARE = 0.006
 _MOST_PATIENCE = 4
 _FEWEST_CYCLES_BETWEEN_PROBES = 16
 
@@ -99,6 +103,12 @@ class AcceptanceHistory:
             survives *= chance
             tokens.append(tokens[-1] + survives)
         return tokens
+
+
+def _committed_at_most(histories: Sequence[AcceptanceHistory], width: int, plain_sequences: int) -> list[int]:
+    """Tokens of a cycle with 0, 1, ..., `width` drafts, all of them accepted."""
+    limits = [history.usable(width) for history in histories]
+    return [plain_sequences + sum(min(limit, drafts) + 1 for limit in limits) for drafts in range(width + 1)]
 
 
 def _odds(chance: float) -> float:
@@ -167,7 +177,7 @@ class SpeculationController:
         self._probe: _Probe | None = None
         self._is_probe_cycle = False
         self._patience = 1
-        self._budget_ms = 0.0
+        self._since_probe_ms = 0.0
         self._cycles_since_probe = 0
 
     def calibrate(self, run: Callable[[int, int], TermsMs], batches: Sequence[int]) -> None:
@@ -199,8 +209,9 @@ class SpeculationController:
         batch = len(histories) + plain_sequences
         catch_up = [0.0, *(self._costs.catch_up_ms(waiting_rows, len(histories), width) for width in range(1, most + 1))]
         in_step = [self._costs.ms(batch, width) for width in range(most + 1)]
-        costs = [cycle_ms + first_ms / _STRETCH_CYCLES for cycle_ms, first_ms in zip(in_step, catch_up, strict=True)]
         tokens = self._expected_tokens(histories, most, plain_sequences)
+        newcomers = [0.0, *map(self._costs.newcomers_ms, tokens[1:])]
+        costs = [ms + first_ms / _STRETCH_CYCLES + later_ms for ms, first_ms, later_ms in zip(in_step, catch_up, newcomers, strict=True)]
         rates = [amount / cost for amount, cost in zip(tokens, costs, strict=True)]
         # A cycle that keeps others from joining costs what all of them together would commit in its time.
         joined_rate = (batch + joining) / self._costs.ms(batch + joining, 0)
@@ -210,17 +221,17 @@ class SpeculationController:
             return width
         chosen = self._best([rates[0], *(rate / _WORTH for rate in rates[1:])])
         other = max(range(1, most + 1), key=rates.__getitem__) if chosen == 0 else 0
+        # What there is to gain, should everything be accepted; of a way that was left, nothing else is known.
+        ideal = max(map(truediv, _committed_at_most(histories, most, plain_sequences), costs)) / rates[0] if chosen == 0 else inf
         loss_ms = _PROBE_CYCLES * (in_step[other] - tokens[other] / rates[chosen]) + catch_up[other]
-        if self._goes_to_probe(other, loss_ms=loss_ms, rate=rates[chosen]):
+        share = min(_MOST_PROBE_SHARE, _PROBE_SHARE_OF_GAIN * (ideal - 1))
+        if self._goes_to_probe(other, loss_ms=loss_ms, share=share, rate=rates[chosen]):
             self.last_reason = Reason.SPECULATION_PROBE if other else Reason.PLAIN_PROBE
             return other
         if chosen:
             self.last_reason = Reason.PAYS
         else:
-            limits = [history.usable(most) for history in histories]
-            ideal = (batch + sum(min(limit, width) for limit in limits) for width in range(most + 1))
-            could_pay = any(amount > _WORTH * rates[0] * cost for amount, cost in zip(ideal, costs, strict=True))
-            self.last_reason = Reason.LOW_ACCEPTANCE if could_pay else Reason.COSTLY_BATCH
+            self.last_reason = Reason.LOW_ACCEPTANCE if ideal > _WORTH else Reason.COSTLY_BATCH
         return chosen
 
     def observe(self, record: CycleRecord) -> None:
@@ -228,13 +239,16 @@ class SpeculationController:
         spent_ms = in_step_ms = record.terms_ms.total
         if self._costs is not None:
             width = record.width if record.drafts else 0
-            in_step_ms = self._costs.add(record.batch, width, spent_ms, waiting_rows=record.waiting_rows, sequences=record.drafts)
+            in_step_ms = self._costs.add(
+                record.batch, width, spent_ms, waiting_rows=record.waiting_rows, sequences=record.drafts, tokens=record.tokens
+            )
+            in_step_ms += self._costs.newcomers_ms(record.tokens) if width else 0.0
         if record.drafts:
             self._chances = None
             self._common.fade()
             for position, (reached, accepted) in enumerate(zip(record.reached_per_position, record.accepted_per_position, strict=True)):
                 self._common.add(position, reached=reached, accepted=accepted)
-        self._budget_ms += _PROBE_SHARE * spent_ms
+        self._since_probe_ms += spent_ms
         self._cycles_since_probe += 1
         if self._probe is not None and self._is_probe_cycle:
             self._follow(self._probe, record.tokens, in_step_ms)
@@ -256,15 +270,15 @@ class SpeculationController:
         if self._settled is not None and self._settled < len(rates) and rates[self._settled] * _BETTER_BY >= rates[best]:
             best = self._settled
         if self._settled is None or bool(best) != bool(self._settled):
-            self._probe, self._patience, self._budget_ms, self._cycles_since_probe = None, 1, 0.0, 0
+            self._probe, self._patience, self._since_probe_ms, self._cycles_since_probe = None, 1, 0.0, 0
         self._settled = best
         return best
 
-    def _goes_to_probe(self, other: int, *, loss_ms: float, rate: float) -> bool:
+    def _goes_to_probe(self, other: int, *, loss_ms: float, share: float, rate: float) -> bool:
         """Whether this cycle tries the other way of decoding: a probe goes on, or the time since the last one has paid for one."""
         if self._probe is None:
             is_due = self._cycles_since_probe >= _FEWEST_CYCLES_BETWEEN_PROBES * self._patience
-            if not is_due or self._budget_ms < loss_ms * self._patience:
+            if not is_due or share * self._since_probe_ms < loss_ms * self._patience:
                 return False
             self._probe = _Probe(is_plain=other == 0, rate_to_beat=rate * _WORTH)
         self._is_probe_cycle = True
@@ -277,7 +291,7 @@ class SpeculationController:
         probe.milliseconds += milliseconds
         if probe.cycles_left:
             return
-        self._budget_ms, self._cycles_since_probe = 0.0, 0
+        self._since_probe_ms, self._cycles_since_probe = 0.0, 0
         if probe.pays and not probe.is_plain:
             self._probe = _Probe(is_plain=False, rate_to_beat=probe.rate_to_beat)
         else:

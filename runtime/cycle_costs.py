@@ -30,6 +30,9 @@ _MOST_SURPRISE = 2.5
 _CALIBRATION_ROUNDS = 3
 # Cycles that had much to catch up on, behind the cost of a row that waits.
 _CATCH_UP_SAMPLES = 9
+# What is kept from cycle to cycle of what such prompts cost as come in while drafting goes on, and tokens without any to begin with.
+_NEWCOMERS_KEPT = 0.98
+_NEWCOMERS_PRIOR_TOKENS = 50.0
 _LEVEL, _DRAFTING, _FIRST_CELL = 0, 1, 2
 
 
@@ -54,6 +57,8 @@ class CycleCosts:
         self._drift = np.array([_LEVEL_DRIFT**2, *[_ERROR**2 * (1 - _ERROR_KEPT**2)] * (size - 1)])
         # Nothing until some cycles say otherwise: the first one may be a stalled one.
         self._waiting_row_ms = deque([0.0, 0.0], maxlen=_CATCH_UP_SAMPLES)
+        self._newcomers_ms, self._newcomers_tokens = 0.0, _NEWCOMERS_PRIOR_TOKENS
+        self._drafted_last = False
 
     def ms(self, batch: int, width: int) -> float:
         """The expected cost of one cycle that finds the drafter in step."""
@@ -64,11 +69,16 @@ class CycleCosts:
         """The expected cost of rows that wait for the drafter of so many sequences; 0 until it was seen some times."""
         return _behind(waiting_rows, sequences, width) * max(0.0, median(self._waiting_row_ms))
 
-    def add(self, batch: int, width: int, measured_ms: float, *, waiting_rows: int = 0, sequences: int = 0) -> float:
+    def newcomers_ms(self, tokens: float) -> float:
+        """What drafting costs besides, for so many tokens: sequences that end make room for others, whose prompts the drafter reads."""
+        return tokens * max(0.0, self._newcomers_ms) / self._newcomers_tokens
+
+    def add(self, batch: int, width: int, measured_ms: float, *, waiting_rows: int = 0, sequences: int = 0, tokens: int = 0) -> float:
         """Take in one cycle.
 
         Args:
             waiting_rows, sequences: as for `catch_up_ms`.
+            tokens: committed in it.
 
         Returns:
             What it would have taken with the drafter in step: a cycle that caught up says nothing of the next ones.
@@ -76,12 +86,19 @@ class CycleCosts:
         if measured_ms <= 0:
             return self.ms(batch, width)  # a clock too coarse for this cycle
         behind = _behind(waiting_rows, sequences, width) if width else 0
+        expected_ms = self.ms(batch, width)
+        first_ms = measured_ms - expected_ms if behind else 0.0
+        if width and self._drafted_last:  # else it had waited since the last cycle that drafted
+            if behind:  # a row of the drafter costs no more than one of the cycle itself: the rest is a stall
+                first_ms = min(first_ms, expected_ms * (1 + behind / (sequences * (width + 1))))
+            self._newcomers_ms = _NEWCOMERS_KEPT * self._newcomers_ms + first_ms
+            self._newcomers_tokens = _NEWCOMERS_KEPT * self._newcomers_tokens + tokens
+        self._drafted_last = width > 0
         if not behind:
             self._filter(batch, width, measured_ms)
             return measured_ms
-        expected_ms = self.ms(batch, width)
         if behind >= sequences * (width + 1):  # of fewer, the cycle's own variation would say more than they do
-            self._waiting_row_ms.append((measured_ms - expected_ms) / behind)
+            self._waiting_row_ms.append(first_ms / behind)
         return min(measured_ms, expected_ms)
 
     def _filter(self, batch: int, width: int, measured_ms: float) -> None:

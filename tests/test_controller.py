@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,8 +76,29 @@ def test_a_drafter_far_behind_is_not_caught_up_for_a_small_gain() -> None:
     assert controller.width([AcceptanceHistory()], waiting_rows=1000) == 1, "what it costs is not known yet"
     for _ in range(3):
         controller.observe(drafted_once(width=1, waiting_rows=1002, milliseconds=cost(1, 1) + 100.0))
+        controller.observe(CycleRecord(batch=1, width=0, tokens=1, terms_ms=TermsMs(verify=cost(1, 0))))
     assert controller.width([AcceptanceHistory()], waiting_rows=1000) == 0
     assert controller.width([AcceptanceHistory()], waiting_rows=2) == 1
+
+
+@pytest.mark.parametrize(("every", "pays"), [(4, False), (40, True)])
+def test_prompts_that_keep_coming_in_count_as_a_cost_of_drafting(every: int, pays: bool) -> None:
+    """A draft gains a fifth; taking in a prompt, with every fourth cycle, costs half a cycle."""
+
+    def cost(batch: int, width: int) -> float:
+        return [10.0, 16.0 / 1.2, *[100.0] * MAX_WIDTH][width]
+
+    controller = calibrated(cost)
+    for cycle in range(400):
+        comes = cycle % every == 0
+        width = controller.width([AcceptanceHistory()], waiting_rows=102 if comes else 2)
+        if width:
+            record = drafted_once(width=1, waiting_rows=102 if comes else 2, milliseconds=cost(1, 1) + (8.0 if comes else 0.0))
+            accepted = cycle % 5 < 3
+            controller.observe(replace(record, accepted=accepted, accepted_per_position=(accepted,), tokens=1 + accepted))
+        else:
+            controller.observe(CycleRecord(batch=1, width=0, tokens=1, terms_ms=TermsMs(verify=cost(1, 0))))
+    assert (controller.width([AcceptanceHistory()], waiting_rows=2) > 0) == pays
 
 
 def test_a_cycle_that_caught_up_says_nothing_of_the_cost_of_others() -> None:
