@@ -37,7 +37,7 @@ _WORTH = 1.08
 _STRETCH_CYCLES = 16
 # A probe is so many cycles: one may be unlucky.
 _PROBE_CYCLES = 3
-# Time that probes may cost, as a share of all: so much of what there would be to gain, were every draft accepted, but no more than that;
+# Time that probes may cost, as a share of all: the first times what there would be to gain were every draft accepted, the second at most;
 # it shrinks to a quarter while they keep finding nothing.
 _PROBE_SHARE_OF_GAIN = 0.004
 _MOST_PROBE_SHARE = 0.006
@@ -221,7 +221,7 @@ class SpeculationController:
             return width
         chosen = self._best([rates[0], *(rate / _WORTH for rate in rates[1:])])
         other = max(range(1, most + 1), key=rates.__getitem__) if chosen == 0 else 0
-        # What there is to gain, should everything be accepted; of a way that was left, nothing else is known.
+        # Over plain decoding, were everything accepted: what probes may find is no more.
         ideal = max(map(truediv, _committed_at_most(histories, most, plain_sequences), costs)) / rates[0] if chosen == 0 else inf
         loss_ms = _PROBE_CYCLES * (in_step[other] - tokens[other] / rates[chosen]) + catch_up[other]
         share = min(_MOST_PROBE_SHARE, _PROBE_SHARE_OF_GAIN * (ideal - 1))
