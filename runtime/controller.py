@@ -37,8 +37,8 @@ _WORTH = 1.08
 _STRETCH_CYCLES = 16
 # A probe is so many cycles: one may be unlucky.
 _PROBE_CYCLES = 3
-# Time that probes may cost, as a share of all: the first times what there would be to gain were every draft accepted, the second at most;
-# it shrinks to a quarter while they keep finding nothing.
+# Loss that probes may cause, as a share of the time: so much of what could be gained were every draft accepted, the other figure at most.
+# It shrinks to a quarter while they keep finding nothing.
 _PROBE_SHARE_OF_GAIN = 0.004
 _MOST_PROBE_SHARE = 0.006
 _MOST_PATIENCE = 4
@@ -72,6 +72,8 @@ class AcceptanceHistory:
 
     def record(self, proposed: int, accepted: int) -> None:
         """Take in one cycle: the first `accepted` of `proposed` tokens were accepted, the next one was not."""
+        if not proposed:
+            return
         self._expected = None
         self._counts.fade()
         for position in range(min(accepted + 1, proposed)):
@@ -107,8 +109,7 @@ class AcceptanceHistory:
 
 def _committed_at_most(histories: Sequence[AcceptanceHistory], width: int, plain_sequences: int) -> list[int]:
     """Tokens of a cycle with 0, 1, ..., `width` drafts, all of them accepted."""
-    limits = [history.usable(width) for history in histories]
-    return [plain_sequences + sum(min(limit, drafts) + 1 for limit in limits) for drafts in range(width + 1)]
+    return [plain_sequences + sum(history.usable(drafts) + 1 for history in histories) for drafts in range(width + 1)]
 
 
 def _odds(chance: float) -> float:
@@ -221,8 +222,8 @@ class SpeculationController:
             return width
         chosen = self._best([rates[0], *(rate / _WORTH for rate in rates[1:])])
         other = max(range(1, most + 1), key=rates.__getitem__) if chosen == 0 else 0
-        # Over plain decoding, were everything accepted: what probes may find is no more.
-        ideal = max(map(truediv, _committed_at_most(histories, most, plain_sequences), costs)) / rates[0] if chosen == 0 else inf
+        # What drafting in step could be over plain decoding, were everything accepted: probes may find no more.
+        ideal = max(map(truediv, _committed_at_most(histories, most, plain_sequences), in_step)) / rates[0] if chosen == 0 else inf
         loss_ms = _PROBE_CYCLES * (in_step[other] - tokens[other] / rates[chosen]) + catch_up[other]
         share = min(_MOST_PROBE_SHARE, _PROBE_SHARE_OF_GAIN * (ideal - 1))
         if self._goes_to_probe(other, loss_ms=loss_ms, share=share, rate=rates[chosen]):

@@ -30,8 +30,10 @@ _MOST_SURPRISE = 2.5
 _CALIBRATION_ROUNDS = 3
 # Cycles that had much to catch up on, behind the cost of a row that waits.
 _CATCH_UP_SAMPLES = 9
-# What is kept from cycle to cycle of what such prompts cost as come in while drafting goes on, and tokens without any to begin with.
-_NEWCOMERS_KEPT = 0.98
+# What newcomers' prompts cost is an average over some 100 cycles that draft, and is forgotten within some 500 that do not; it begins with
+# so many tokens without any prompt.
+_NEWCOMERS_KEPT = 0.99
+_NEWCOMERS_KEPT_IN_PLAIN = 0.998
 _NEWCOMERS_PRIOR_TOKENS = 50.0
 _LEVEL, _DRAFTING, _FIRST_CELL = 0, 1, 2
 
@@ -88,22 +90,26 @@ class CycleCosts:
         behind = _behind(waiting_rows, sequences, width) if width else 0
         expected_ms = self.ms(batch, width)
         first_ms = measured_ms - expected_ms if behind else 0.0
-        if width and self._drafted_last:  # else it had waited since the last cycle that drafted
-            if behind:  # a row of the drafter costs no more than one of the cycle itself: the rest is a stall
-                first_ms = min(first_ms, expected_ms * (1 + behind / (sequences * (width + 1))))
-            self._newcomers_ms = _NEWCOMERS_KEPT * self._newcomers_ms + first_ms
-            self._newcomers_tokens = _NEWCOMERS_KEPT * self._newcomers_tokens + tokens
+        kept = _NEWCOMERS_KEPT if width else _NEWCOMERS_KEPT_IN_PLAIN
+        self._newcomers_ms *= kept
+        self._newcomers_tokens = kept * self._newcomers_tokens + (1 - kept) * _NEWCOMERS_PRIOR_TOKENS
+        if width and self._drafted_last:  # else most of it had waited since the last cycle that drafted
+            # More than that is a stall.
+            self._newcomers_ms += min(first_ms, expected_ms + 2 * self.catch_up_ms(waiting_rows, sequences, width))
+            self._newcomers_tokens += tokens
         self._drafted_last = width > 0
         if not behind:
-            self._filter(batch, width, measured_ms)
+            self._filter(batch, width, log(measured_ms / expected_ms))
             return measured_ms
         if behind >= sequences * (width + 1):  # of fewer, the cycle's own variation would say more than they do
             self._waiting_row_ms.append(first_ms / behind)
         return min(measured_ms, expected_ms)
 
-    def _filter(self, batch: int, width: int, measured_ms: float) -> None:
-        """The Kalman filter's step: the state drifts, then the cycle corrects it."""
-        surprise = log(measured_ms / self.ms(batch, width))
+    def _filter(self, batch: int, width: int, surprise: float) -> None:
+        """The Kalman filter's step: the state drifts, then the cycle corrects it.
+
+        surprise: logarithm of its time over what was expected.
+        """
         self._state *= self._kept
         covariance = self._covariance * np.outer(self._kept, self._kept) + np.diag(self._drift)
         _, parts = self._look_up(batch, width)

@@ -5,8 +5,9 @@ Prompts are the held-out ones of `domino-deploy bench`, which nothing was tuned 
 one answer after the other, of different lengths; what the server generates is counted over some seconds in which all of them are at work,
 by its own counter of tokens.  Then they leave the answers that they are at.  A machine's speed drifts by more, within a minute, than two
 ways may differ: turns are short and many, and a round takes every concurrency both ways, one right behind the other, in alternating order.
-The ratio is that of all tokens with speculation to all without; its interval is a bootstrap over rounds.  Answers are compared: both ways
-must give the same texts.  Prompts are asked for in turns, so that none is found in a cache, beyond the chat template.
+The ratio is that of the rates with speculation to those without, summed up; its interval is a bootstrap over rounds.  Answers are
+compared: both ways must give the same texts.  Prompts are asked for in turns, so that none is found in the cache of a server with fewer
+slots, beyond the chat template.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ _COLUMNS = (
 )  # fmt: skip
 _HEADING = """# Serving: throughput with and without speculation
 
-Clients that ask one `domino-deploy serve` process for one answer after the other; "plain" are the same requests with
-`"speculative": false`, in turns with the others: {rounds} rounds, in each of which every concurrency has {seconds:g} seconds both ways.
-Tokens per second are those that the server generated, medians over rounds. The ratio is that of all tokens of all rounds, with the 95 %
-interval that a bootstrap over rounds gives; the spread is the standard deviation of a round's ratio, most of it the machine's. TPOT per
-token and TTFT are medians of the answers that ended in these seconds. The engine chooses for every cycle how many tokens to draft, by
-measured costs and acceptance (`runtime/controller.py`). "Drafted cycles": of all parts that a sequence had in a cycle, those with drafts.
+Clients that ask one `domino-deploy serve` process for one answer after the other; "plain" are requests for the same prompts with
+`"speculative": false`, in turns with the others: {rounds} rounds, in each of which every concurrency has {seconds:g} seconds each way.
+Tokens per second are those that the server generated, medians over rounds. The ratio is that of the rates, summed over all rounds, with
+the 95 % interval that a bootstrap over rounds gives; the spread is the standard deviation of one round's ratio. TPOT per token and TTFT
+are medians of the answers that ended in these seconds; a turn begins with requests of all clients at once, which TTFT shows. The engine
+chooses for every cycle how many tokens to draft, by measured costs and acceptance (`runtime/controller.py`). "Drafted cycles": of all
+parts that a sequence had in a cycle, those with drafts.
 """
 _RESAMPLES = 4000  # of the bootstrap
 _TOKENS = "vllm:generation_tokens_total"
@@ -239,7 +241,7 @@ def _check(answers: Sequence[tuple[int, Answer]]) -> None:
 def _row(turns: Sequence[Turn], concurrency: int) -> dict[str, Any]:
     """One concurrency's figures."""
     plain, ours = ([turn for turn in turns if (turn.concurrency, turn.is_plain) == (concurrency, is_plain)] for is_plain in (True, False))
-    rates, plain_rates = (np.array([turn.tokens_per_second for turn in turns]) for turns in (ours, plain))
+    rates, plain_rates = (np.array([turn.tokens_per_second for turn in way]) for way in (ours, plain))
     grown = [turn.speculation for turn in ours]
     drafts, drafted, accepted = (
         sum(counts) for counts in zip(*((each.drafts, each.drafted, each.accepted) for each in grown), strict=True)
@@ -266,10 +268,10 @@ def _row(turns: Sequence[Turn], concurrency: int) -> dict[str, Any]:
     }
 
 
-def interval(rates: np.ndarray, plain_rates: np.ndarray, seed: int = 0) -> tuple[float, float]:
+def interval(rates: np.ndarray, plain_rates: np.ndarray) -> tuple[float, float]:
     """95 % interval of sum(rates) / sum(plain_rates), [rounds] each: whole rounds drawn again with replacement."""
     rounds = len(rates)
-    drawn = np.random.default_rng(seed).integers(rounds, size=(_RESAMPLES, rounds))
+    drawn = np.random.default_rng(0).integers(rounds, size=(_RESAMPLES, rounds))
     low, high = np.quantile(rates[drawn].sum(axis=1) / plain_rates[drawn].sum(axis=1), (0.025, 0.975))
     return float(low), float(high)
 

@@ -203,7 +203,7 @@ class TestEndlessServers:
                 Client(url).stream(load.CHAT_PATH, {}, leave=leave)
             assert time.monotonic() - started < 10
         with ScriptedServer(["".join(map(str, answer("a")))]).url() as url:
-            assert Client(url).stream(load.CHAT_PATH, {}, leave=leave).text == "a", "the piece it was to be left with was the last one"
+            assert Client(url).stream(load.CHAT_PATH, {}, leave=leave).text == "a", "an answer that is complete is returned all the same"
 
     def test_a_refusal_without_an_end_is_its_status(self) -> None:
         with endless(b"HTTP/1.1 500 Oh\r\n\r\n", b" ", pause_seconds=0.05) as url:

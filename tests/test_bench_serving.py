@@ -30,7 +30,7 @@ def measured(script: ModuleType, server: ScriptedServer, folder: Path) -> Result
         return CliRunner().invoke(script.main, ["--url", url, *flags, *files])
 
 
-def test_every_round_asks_for_the_same_both_ways_in_alternating_order(script: ModuleType, tmp_path: Path) -> None:
+def test_every_round_takes_each_concurrency_both_ways_in_alternating_order(script: ModuleType, tmp_path: Path) -> None:
     server = ScriptedServer([0.01, *answer("same", " text")], api_key="")
     done = measured(script, server, tmp_path)
     assert done.exit_code == 0, done.output
@@ -76,7 +76,7 @@ def test_answers_that_a_turn_ends_in_are_left_and_not_compared(script: ModuleTyp
     pieces = itertools.count()
 
     def slow(body: dict[str, Any]) -> list[str | bytes | float]:
-        return [*itertools.chain.from_iterable((piece, 0.06) for piece in answer(f"{next(pieces)}"))]
+        return [*itertools.chain.from_iterable((piece, 0.03) for piece in answer(f"{next(pieces)}"))]
 
     server = ScriptedServer(slow, api_key="")
     done = measured(script, server, tmp_path)

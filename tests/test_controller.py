@@ -81,24 +81,37 @@ def test_a_drafter_far_behind_is_not_caught_up_for_a_small_gain() -> None:
     assert controller.width([AcceptanceHistory()], waiting_rows=2) == 1
 
 
-@pytest.mark.parametrize(("every", "pays"), [(4, False), (40, True)])
-def test_prompts_that_keep_coming_in_count_as_a_cost_of_drafting(every: int, pays: bool) -> None:
-    """A draft gains a fifth; taking in a prompt, with every fourth cycle, costs half a cycle."""
-
-    def cost(batch: int, width: int) -> float:
-        return [10.0, 16.0 / 1.2, *[100.0] * MAX_WIDTH][width]
-
-    controller = calibrated(cost)
-    for cycle in range(400):
-        comes = cycle % every == 0
-        width = controller.width([AcceptanceHistory()], waiting_rows=102 if comes else 2)
-        if width:
-            record = drafted_once(width=1, waiting_rows=102 if comes else 2, milliseconds=cost(1, 1) + (8.0 if comes else 0.0))
+def with_newcomers(controller: SpeculationController, *, every: int, cycles: int, prompt_ms: float = 8.0) -> list[int]:
+    """Widths; drafting one token gains a fifth, but for a prompt of 100 rows that comes in with every so many-th cycle."""
+    widths = []
+    for cycle in range(cycles):
+        rows = 102 if cycle % every == 0 else 2
+        widths.append(controller.width([AcceptanceHistory()], waiting_rows=rows))
+        if widths[-1]:
+            record = drafted_once(width=1, waiting_rows=rows, milliseconds=one_draft_cost(1, 1) + (prompt_ms if rows > 2 else 0.0))
             accepted = cycle % 5 < 3
             controller.observe(replace(record, accepted=accepted, accepted_per_position=(accepted,), tokens=1 + accepted))
         else:
-            controller.observe(CycleRecord(batch=1, width=0, tokens=1, terms_ms=TermsMs(verify=cost(1, 0))))
-    assert (controller.width([AcceptanceHistory()], waiting_rows=2) > 0) == pays
+            controller.observe(CycleRecord(batch=1, width=0, tokens=1, terms_ms=TermsMs(verify=one_draft_cost(1, 0))))
+    return widths
+
+
+def one_draft_cost(batch: int, width: int) -> float:
+    return [10.0, 16.0 / 1.2, *[100.0] * MAX_WIDTH][width]
+
+
+@pytest.mark.parametrize(("every", "least", "most"), [(4, 0.0, 0.3), (40, 0.9, 1.0)])
+def test_prompts_that_keep_coming_in_count_as_a_cost_of_drafting(every: int, least: float, most: float) -> None:
+    widths = with_newcomers(calibrated(one_draft_cost), every=every, cycles=1000)
+    assert least <= np.mean(np.array(widths[300:]) > 0) <= most, "behind the cycles that it takes to find out"
+
+
+@pytest.mark.parametrize("prompt_ms", [8.0, 1000.0], ids=["prompts", "stalls"])
+def test_drafting_comes_back_when_prompts_no_longer_come(prompt_ms: float) -> None:
+    controller = calibrated(one_draft_cost)
+    with_newcomers(controller, every=3, cycles=300, prompt_ms=prompt_ms)
+    widths = with_newcomers(controller, every=10**6, cycles=2500)
+    assert np.mean(np.array(widths[-500:]) > 0) > 0.9, "all but the probes of plain decoding"
 
 
 def test_a_cycle_that_caught_up_says_nothing_of_the_cost_of_others() -> None:
@@ -356,6 +369,14 @@ def test_expected_tokens_are_the_chances_multiplied_up() -> None:
     # Reached and accepted: 5 of 6, 4 of 5, 3 of 4; the expectation of nothing pulls them down by 4 proposals in some 20.
     tokens = history.expected_tokens([5 / 6, 4 / 5, 3 / 4, 0.7], 4)
     assert tokens == pytest.approx([1, 1 + 5 / 6, 1 + 9 / 6, 1 + 12 / 6, 1 + 12 / 6], abs=0.08)
+
+
+def test_plain_cycles_leave_what_is_known_of_a_sequence_as_it_is() -> None:
+    common, history = (0.5,), AcceptanceHistory()
+    history.record(1, 1)
+    expected = history.expected_tokens(common, 1)
+    history.record(0, 0)
+    assert history.expected_tokens(common, 1) == expected != AcceptanceHistory().expected_tokens(common, 1)
 
 
 def test_what_is_expected_follows_everything_that_it_depends_on() -> None:
