@@ -82,7 +82,7 @@ def unpack(carried: Path, folder: Path) -> Path:
     """
     archive = pieces.join(carried, NAME, folder) / f"{NAME}.tar.xz"
     with lzma.open(archive) as packed, tarfile.open(fileobj=packed) as tar:
-        tar.extractall(folder, filter="data")
+        pieces.extract(tar, folder)
     archive.unlink()
     return folder
 

@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import numpy as np
@@ -120,9 +120,29 @@ def join(folder: Path, name: str, output: Path) -> Path:
             with path.open("rb") as source:
                 shutil.copyfileobj(source, target, _BUFFER)
     with tarfile.open(archive) as tar:
-        tar.extractall(output, filter="data")
+        extract(tar, output)
     archive.unlink()
     return output
+
+
+def extract(tar: tarfile.TarFile, folder: Path) -> None:
+    """Unpack files and folders, none of which may leave `folder`.
+
+    Raises:
+        PiecesError: others are in the archive.
+    """
+    if hasattr(tarfile, "data_filter"):
+        try:
+            tar.extractall(folder, filter="data")
+        except tarfile.FilterError as error:
+            raise PiecesError(f"expected files and folders inside of the archive's own, found another: {error}") from error
+        return
+    # Python before 3.11.4, as Debian 12 has it, knows no filters.
+    for member in tar.getmembers():
+        path = PurePosixPath(member.name)
+        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+            raise PiecesError(f"expected files and folders inside of the archive's own, found another: {member.name!r}")
+    tar.extractall(folder)
 
 
 def pack_texts(texts: Texts, path: Path) -> None:
