@@ -45,10 +45,10 @@ class ServerProcess:
         with urllib.request.urlopen(request, timeout=60) as response:
             return str(response.read().decode("utf-8"))
 
-    def resident_bytes(self) -> int:
-        """Resident memory of the process (Linux: VmRSS), mapped files included."""
+    def own_bytes(self) -> int:
+        """Resident memory of the process without mapped files (Linux: RssAnon): pages of the weights come in as texts first need them."""
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:"))
+        kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:"))
         return int(kilobytes) * 1024
 
 

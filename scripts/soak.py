@@ -22,7 +22,7 @@ from domino_deploy.bench.machine import this_machine, versions
 ROOT = Path(__file__).parents[1]
 MODEL = "soak"
 WARM_UP = 0.2  # of the time: until every slot was used, every buffer has its size
-MAX_GROWTH = 0.02  # of resident memory, over the whole time behind the warm-up
+MAX_GROWTH = 0.02  # of the server's own memory, over the whole time behind the warm-up
 SHORTEST_TREND_SECONDS = 300.0  # a shorter run says nothing about memory: its warm-up is not over
 
 

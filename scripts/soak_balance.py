@@ -80,7 +80,7 @@ def balance(ledger: Ledger, logged: Mapping[int, int], grown: Mapping[str, float
 
 
 def memory_trend(samples: Sequence[tuple[float, int]], warm_up_seconds: float) -> dict[str, float]:
-    """Resident memory behind the warm-up, in MB (10^6).
+    """Memory behind the warm-up, in MB (10^6).
 
     Args:
         samples: (seconds since the start, bytes).

@@ -42,8 +42,8 @@ class FullBatch:
 class Run:
     """What came of it.
 
-    memory: (seconds since the start, resident bytes of the server); rough, calm: books of the two parts, with what the server's
-    counters grew by in each.
+    memory: (seconds since the start, bytes of the server's own, mapped files left out); rough, calm: books of the two parts, with what
+    the server's counters grew by in each.
     """
 
     seconds: float
@@ -89,12 +89,12 @@ async def _rough_part(rough: Soak, server: ServerProcess, seconds: float, seeds:
     ends = asyncio.Event()
     running = [asyncio.create_task(run_client(rough, seed, ends)) for seed in seeds]
     started = time.monotonic()
-    samples = [(0.0, server.resident_bytes())]
+    samples = [(0.0, server.own_bytes())]
     while (passed := samples[-1][0]) < seconds:
         failed, _ = await asyncio.wait(running, timeout=min(SAMPLE_SECONDS, seconds - passed), return_when=asyncio.FIRST_EXCEPTION)
         if failed:  # nobody stops by itself
             break
-        samples.append((time.monotonic() - started, server.resident_bytes()))
+        samples.append((time.monotonic() - started, server.own_bytes()))
     ends.set()
     await asyncio.gather(*running)
     return samples
