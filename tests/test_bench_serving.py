@@ -76,7 +76,7 @@ def test_answers_that_a_turn_ends_in_are_left_and_not_compared(script: ModuleTyp
     pieces = itertools.count()
 
     def slow(body: dict[str, Any]) -> list[str | bytes | float]:
-        return [*itertools.chain.from_iterable((piece, 0.03) for piece in answer(f"{next(pieces)}"))]
+        return list(itertools.chain.from_iterable((piece, 0.03) for piece in answer(f"{next(pieces)}")))
 
     server = ScriptedServer(slow, api_key="")
     done = measured(script, server, tmp_path)

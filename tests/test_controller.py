@@ -357,6 +357,19 @@ def test_probes_grow_rarer_while_they_find_nothing() -> None:
     assert len(probes) >= 5
 
 
+def test_probes_are_rarer_where_little_could_be_gained() -> None:
+    def probes(gain: float) -> int:
+        """Nothing is accepted; were everything, a draft would gain so much."""
+
+        def cost(batch: int, width: int) -> float:
+            return [10.0, 20.0 / gain, *[1000.0] * MAX_WIDTH][width]
+
+        widths = simulate(calibrated(cost), cost=cost, chances=always(0.0), batch=1, cycles=20000, noise=0.0).widths[500:]
+        return sum(width > 0 for width in widths)
+
+    assert 0 < 2 * probes(1.2) < probes(1.9)
+
+
 def test_equal_inputs_give_equal_choices() -> None:
     first, second = (simulate(calibrated(cpu_cost), cost=cpu_cost, chances=every_other_good, batch=3, cycles=300, seed=7) for _ in range(2))
     assert first == second
