@@ -19,7 +19,6 @@ from soak_run import Run, soak
 
 from domino_deploy.bench.machine import this_machine, versions
 
-ROOT = Path(__file__).parents[1]
 MODEL = "soak"
 WARM_UP = 0.2  # of the time: until every slot was used, every buffer has its size
 MAX_GROWTH = 0.02  # of the server's own memory, over the whole time behind the warm-up
@@ -29,7 +28,7 @@ SHORTEST_TREND_SECONDS = 300.0  # a shorter run says nothing about memory: its w
 @click.command(context_settings={"show_default": True})
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=30.0)
 @click.option("--clients", type=click.IntRange(min=1), default=32)
-@click.option("--bundle", type=click.Path(exists=True, file_okay=False, path_type=Path), default=ROOT / "build" / "demo-bundle")
+@click.option("--bundle", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path("build/demo-bundle"))
 @click.option("--cases", "count", type=click.IntRange(min=1), default=48, help="Requests whose answers are known.")
 @click.option("--slots", type=click.IntRange(min=1), default=8)
 @click.option("--queue", type=click.IntRange(min=1), default=22, help="Places in the queue: few, so that some requests are refused.")

@@ -33,6 +33,11 @@ def demo_pair_cost(batch: int, width: int) -> float:
     return max(25.0, 20.0 + 1.55 * batch * (width + 1)) + (6.5 + 0.9 * batch + 0.12 * batch * width if width else 0.0)
 
 
+def always(chance: float) -> Chances:
+    """The same chance for every sequence in every cycle."""
+    return lambda sequence, cycle: chance
+
+
 @dataclass
 class Run:
     """What came of a simulation."""
