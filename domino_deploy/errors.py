@@ -78,13 +78,13 @@ class OutOfRangeError(RequestError):
     """Arguments out of range: `problems` says of each, by its name, what it must be and what was found."""
 
     def __init__(self, problems: Mapping[str, str], advice: str) -> None:
-        self._problems = dict(problems)
+        self.problems = dict(problems)
         self._advice = advice
         super().__init__(self.told(lambda name: name))
 
     def told(self, called: Callable[[str], str]) -> str:
         """The message with the arguments' names as the reader knows them: on a command line they are options."""
-        problems = [f"{called(name)} {problem}" for name, problem in self._problems.items()]
+        problems = [f"{called(name)} {problem}" for name, problem in self.problems.items()]
         return listed(f"Expected values in range, found {len(problems)} out of it:", problems, self._advice)
 
 

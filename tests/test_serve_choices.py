@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from domino_deploy.cli import main
 from domino_deploy.cli.ranges import TokenCount
+from domino_deploy.server.sampling_defaults import described
 from tests.support.serve_command import invoke
 
 
@@ -196,3 +197,31 @@ def test_variables_of_no_option_are_warned_of(tiny_bundle: Path, opened: dict[st
 def test_quiet_leaves_the_plan_out(tiny_bundle: Path, opened: dict[str, Any]) -> None:
     done = CliRunner().invoke(main, ["-q", "serve", str(tiny_bundle), "--port", "0"])
     assert [line.split(" ")[0] for line in done.stdout.splitlines()] == ["Serving"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "temperature 1, where a request does not say"),
+        (["--override-generation-config", '{"temperature": 0, "top_k": 5}'], "temperature 0, top_k 5, where a request does not say"),
+    ],
+)
+def test_defaults_of_sampling_are_set_and_told(tiny_bundle: Path, opened: dict[str, Any], flags: list[str], told: str) -> None:
+    done = invoke(tiny_bundle, "--port", 0, *flags)
+    assert done.exit_code == 0, done.output
+    assert next(line for line in done.stdout.splitlines() if line.startswith("sampling")).endswith(told)
+    assert described(opened["server"].sampling) in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--override-generation-config", '{"temperature": -1}'], "temperature must be"),
+        (["--override-generation-config", "hot"], "Expected --override-generation-config as a JSON object"),
+        (["--generation-config", "vllm"], "'auto', 'none'"),
+    ],
+)
+def test_defaults_that_cannot_be_used_are_refused_at_once(tiny_bundle: Path, flags: list[str], told: str) -> None:
+    done = invoke(tiny_bundle, "--port", 0, *flags)
+    assert done.exit_code == 2
+    assert told in done.output

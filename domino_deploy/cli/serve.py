@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from domino_deploy.runtime.opening import check_provider, checked_capacity, serv
 from domino_deploy.runtime.prompt_lookup import NGRAM_SIZES
 from domino_deploy.runtime.session import Backend, DrafterChoice, Provider
 from domino_deploy.server.logs import LogFormat, configure_logging
+from domino_deploy.server.sampling_defaults import GenerationConfig, described, sampling_defaults
 from domino_deploy.server.settings import ServerSettings, StatisticsLevel
 
 _LOG = logging.getLogger(__name__)
@@ -55,9 +57,11 @@ def serve(ctx: click.Context, *, bundle: Path, **flags: Any) -> None:
         from domino_deploy.server.run import base_url, bound_socket, run
     # Values are checked before the bundle is opened, the port is taken before the models are loaded: what fails, fails at once.
     settings = _server_settings(flags)
+    override = json_flag(flags["override_generation_config"] or "{}", "--override-generation-config")
     backend, provider = Backend(flags["backend"]), Provider(flags["provider"])
     check_provider(backend, provider)
     opened = open_bundle(bundle)
+    settings = replace(settings, sampling=sampling_defaults(opened, GenerationConfig(flags["generation_config"]), override))
     drafter, num_speculative_tokens = _speculation(ctx, flags, opened)
     runs_on = f"{backend}, {provider}" if backend is Backend.ORT else str(backend)
     is_together = serves_together(backend, provider)
@@ -212,6 +216,7 @@ def _plan(
         "runs on": runs_on,
         "slots": _slots(engine, context, runs_on, is_together=is_together),
         "memory": f"{as_bytes(plan.total)} once all slots are full: weights {as_bytes(weights)}, caches {as_bytes(caches)}",
+        "sampling": f"{described(settings.sampling)}, where a request does not say",
         "access": f"{len(settings.api_keys)} API key(s)" if settings.api_keys else "no API key needed",
     }
     width = max(map(len, lines)) + 2

@@ -15,6 +15,7 @@ from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1, FiniteRange, TokenC
 from domino_deploy.runtime.engine_settings import MAX_SEQUENCES, EngineSettings
 from domino_deploy.runtime.session import DEFAULT_MAX_MODEL_LEN, DrafterChoice
 from domino_deploy.server.logs import LogFormat
+from domino_deploy.server.sampling_defaults import NAMES, GenerationConfig
 from domino_deploy.server.settings import LEAST_SIZE_BYTES, LONGEST_DRAIN_SECONDS, MAX_PORT, ServerSettings, StatisticsLevel
 
 _ENGINE = EngineSettings()
@@ -141,6 +142,17 @@ _GROUPS: Mapping[str, tuple[_Decorator, ...]] = {
             "--chat-template-kwargs",
             metavar="JSON",
             help="Variables for the chat template where a request sets none: '{\"enable_thinking\": false}'.",
+        ),
+        click.option(
+            "--generation-config",
+            type=click.Choice([source.value for source in GenerationConfig]),
+            default=GenerationConfig.AUTO.value,
+            help="Sampling where a request does not say: auto, the model's generation_config.json, or none, temperature 1.",
+        ),
+        click.option(
+            "--override-generation-config",
+            metavar="JSON",
+            help=f'Defaults above those: \'{{"temperature": 0.6, "top_p": 0.95}}\'; {", ".join(NAMES)}.',
         ),
         click.option(
             "--drain-seconds",

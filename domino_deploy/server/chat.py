@@ -33,6 +33,7 @@ async def chat_completions(request: Request) -> Response:
         body.generation_params,
         vocab_size=engine.bundle.target.vocab_size,
         max_new_tokens=engine.max_model_len if body.wanted_tokens is None else body.wanted_tokens,
+        defaults=state.settings.sampling,
         logprobs=body.wanted_logprobs,
     )
     variables, max_model_len = state.settings.chat_template_kwargs, engine.max_model_len

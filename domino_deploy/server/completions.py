@@ -33,6 +33,7 @@ async def completions(request: Request) -> Response:
         body.generation_params,
         vocab_size=engine.bundle.target.vocab_size,
         max_new_tokens=engine.max_model_len if body.wanted_tokens is None else max(1, body.wanted_tokens),
+        defaults=state.settings.sampling,
         logprobs=body.wanted_logprobs,
         prompt_logprobs=body.wanted_logprobs if body.echo else None,
     )

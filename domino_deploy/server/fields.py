@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticKnownError
@@ -32,6 +32,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
 # JSON has no bound for integers; caches have one far below.
 MAX_TOKENS = 2**31 - 1
+_Number = TypeVar("_Number", int, float)
 NO_LIMIT = -1  # of `max_tokens`, as llama-server has it
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -68,10 +69,10 @@ class GenerationFields(StructuredFields):
 
     model: str = Field(description="One of the names that /v1/models lists.")
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | None = Field(
-        default=None, description="0 is greedy decoding; 1 if left out."
+        default=None, description="0 is greedy decoding; if left out, what the model's own defaults say, else 1."
     )
     top_p: Annotated[float, Field(gt=TOP_P_RANGE[0], le=TOP_P_RANGE[1])] | None = Field(
-        default=None, description="Mass of the likeliest tokens to keep; 1 if left out."
+        default=None, description="Mass of the likeliest tokens to keep; 1 keeps all."
     )
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = Field(
         default=None, description="Likeliest tokens to keep; 0 and -1 keep all."
@@ -148,13 +149,20 @@ class GenerationFields(StructuredFields):
         return self.wants_usage_chunk and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def generation_params(
-        self, *, vocab_size: int, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        *,
+        vocab_size: int,
+        max_new_tokens: int,
+        defaults: SamplingParams,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
     ) -> GenerationParams:
         """What the engine is asked for.
 
         Args:
             vocab_size: tokens of the target.
             max_new_tokens: what the endpoint makes of its own fields for it.
+            defaults: of temperature, filters and repetition penalty.
             logprobs: likeliest tokens to report per generated one, None for no report; prompt_logprobs: the same for the prompt's.
 
         Raises:
@@ -174,14 +182,14 @@ class GenerationFields(StructuredFields):
         except ConstraintError as error:
             raise self.told(error) from error
         sampling = SamplingParams(
-            temperature=_given(self.temperature, 1.0),
-            top_k=max(0, self.top_k or 0),
-            top_p=_given(self.top_p, 1.0),
-            min_p=self.min_p or 0.0,
+            temperature=_given(self.temperature, defaults.temperature),
+            top_k=max(0, _given(self.top_k, defaults.top_k)),
+            top_p=_given(self.top_p, defaults.top_p),
+            min_p=_given(self.min_p, defaults.min_p),
             seed=None if self.seed is None else self.seed % (MAX_SEED + 1),  # two's complement: negative seeds are seeds too
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=_given(self.repetition_penalty, 1.0),
+            repetition_penalty=_given(self.repetition_penalty, defaults.repetition_penalty),
             logit_bias=biases,
         )
         return GenerationParams(
@@ -198,5 +206,5 @@ class GenerationFields(StructuredFields):
         )
 
 
-def _given(value: float | None, default: float) -> float:
+def _given(value: _Number | None, default: _Number) -> _Number:
     return default if value is None else value

@@ -10,6 +10,8 @@ from typing import Any
 
 from domino_deploy.api_keys import KEY_CHARACTERS, is_key
 from domino_deploy.errors import OutOfRangeError
+from domino_deploy.runtime.sampling import SamplingParams
+from domino_deploy.server.sampling_defaults import OPENAI
 
 MAX_PORT = 65535
 LEAST_SIZE_BYTES = 1024  # the least that may be set as the limit of bodies or heads
@@ -40,7 +42,8 @@ class ServerSettings:
     either; send_seconds: how long one may read nothing of what waits for it; request_timeout_seconds: from arrival to the last token,
     None for no limit; keep_alive_seconds: silence in a stream after which a comment is sent; drain_seconds: how long running requests
     may go on once the server is told to end; statistics_level: as above, one request may ask for less but not for more.
-    chat_template_kwargs: variables of the chat template where a request sets none of that name.
+    chat_template_kwargs: variables of the chat template where a request sets none of that name; sampling: how tokens are chosen where a
+    request does not say, of which the seed, presence and frequency penalties and biases do not count.
     has_metrics, has_page: whether `/metrics` and the page at `/` are there; logs_prompts: whether prompts and answers go to the log.
 
     Raises:
@@ -63,6 +66,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     statistics_level: StatisticsLevel = StatisticsLevel.NONE
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sampling: SamplingParams = OPENAI
     has_metrics: bool = True
     has_page: bool = True
     logs_prompts: bool = False
