@@ -40,7 +40,7 @@ def generate(
     num_speculative_tokens: int,
     chooser: Chooser | None = None,
 ) -> Iterator[Step]:
-    """Generate behind a prompt, one record per cycle; the first one is the prefill's token.
+    """Generate behind a prompt, one record per cycle; the first one is the prefill's token, or empty where no token is wanted.
 
     Target and drafter are reset first, so a generation that was left half way does no harm to the next.
 
@@ -85,7 +85,8 @@ def _cycles(
     started = perf_counter()
     logits = pair.prefill(tokens)
     terms = TermsMs(verify=_since(started))
-    kept, finish_reason = cut([chooser.choose(logits, len(tokens))], stops, final_length - len(tokens))
+    chosen = [chooser.choose(logits, len(tokens))] if len(tokens) < final_length else []
+    kept, finish_reason = cut(chosen, stops, final_length - len(tokens))
     tokens += kept
     yield Step(token_ids=tuple(kept), terms_ms=terms.within(_since(started)), finish_reason=finish_reason)
 
@@ -122,6 +123,8 @@ def longest_sequence(prompt_length: int, params: GenerationParams, capacity: int
 
 def cut(tokens: list[int], stops: Collection[int], wanted: int) -> tuple[list[int], str | None]:
     """The tokens up to and with the first that ends the request, and why it ends; a stop token goes before the length."""
+    if wanted == 0:
+        return [], LENGTH
     for index, token in enumerate(tokens):
         if token in stops:
             return tokens[: index + 1], STOP

@@ -79,6 +79,7 @@ class Engine:
         wanted = bundle.manifest.num_speculative_tokens if settings.num_speculative_tokens is None else settings.num_speculative_tokens
         self.max_speculative_tokens = min(wanted, pair.max_proposals)
         self._pair = pair
+        self._clock = clock
         self._controller = SpeculationController(self.max_speculative_tokens, adaptive=settings.adaptive)
         limits = SchedulerLimits(
             max_sequence=pair.capacity,
@@ -138,6 +139,11 @@ class Engine:
         return self._is_ready and self._failure is None and not self._is_closing
 
     @property
+    def gives_prompt_logprobs(self) -> bool:
+        """Whether requests may ask for `prompt_logprobs`."""
+        return self._pair.gives_prompt_logits
+
+    @property
     def failure(self) -> Exception | None:
         """What ended the engine, if anything did; no request is taken any more."""
         return self._failure
@@ -148,7 +154,7 @@ class Engine:
             self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request; its time runs from here on.
 
         Raises:
             RequestError: one that cannot be served, or with the id of another that is not finished yet.
@@ -156,13 +162,14 @@ class Engine:
             QueueFullError: as many wait as may.
             DrainingError: not started, draining, closed or failed.
         """
+        arrived = self._clock()
         with self._changed:
             self._check_open(request)
         self._check(request)
         constraint = request.params.constraint
         matcher = None if constraint is None else self._compiler.matcher(constraint)
         delivering = replace(request, deliver=lambda output: self._deliver(request, output))
-        scheduled = self._scheduler.prepared(delivering, matcher=matcher)
+        scheduled = self._scheduler.prepared(delivering, matcher=matcher, arrived=arrived)
         with self._changed:
             self._check_open(request)
             self._unfinished.add(request.request_id)
@@ -229,7 +236,7 @@ class Engine:
     def _check(self, request: Request) -> None:
         # Its number of speculative tokens is an upper limit, and any will do.
         check_request(request.prompt_ids, request.params, vocab_size=self._pair.vocab_size, max_proposals=0, num_speculative_tokens=0)
-        if request.params.prompt_logprobs is not None and not self._pair.gives_prompt_logits:
+        if request.params.prompt_logprobs is not None and not self.gives_prompt_logprobs:
             raise RequestError(
                 "Expected no prompt_logprobs with a backend that gives the logits of a prompt's last token alone, found "
                 f"{request.params.prompt_logprobs}. Leave them out, or serve with the backend ort."

@@ -29,7 +29,7 @@ class GenerationParams:
 
     Args:
         sampling: how tokens are chosen.
-        max_new_tokens: tokens to generate at most; the caches' capacity may end it earlier, also as "length".
+        max_new_tokens: tokens to generate at most; the caches' capacity may end it earlier, also as "length". 0 runs the prompt alone.
         min_new_tokens: tokens before which no stop token is chosen and no stop string is looked for; it gives way where a
             constraint, or the stop tokens themselves, leave nothing but the end.
         stop_strings: end as soon as the text holds one of them; it and what follows are not part of the text.
@@ -56,8 +56,8 @@ class GenerationParams:
         problems = {}
         if not isinstance(self.sampling, SamplingParams):
             problems["sampling"] = f"must be SamplingParams, found {self.sampling!r}"
-        if not is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
-            problems["max_new_tokens"] = f"must be an integer, at least 1, found {self.max_new_tokens!r}"
+        if not is_integer(self.max_new_tokens) or self.max_new_tokens < 0:
+            problems["max_new_tokens"] = f"must be an integer, at least 0, found {self.max_new_tokens!r}"
         elif not is_integer(self.min_new_tokens) or not 0 <= self.min_new_tokens <= self.max_new_tokens:
             problems["min_new_tokens"] = (
                 f"must be an integer from 0 to max_new_tokens ({self.max_new_tokens}), found {self.min_new_tokens!r}"
@@ -172,7 +172,8 @@ class RequestStatistics:
     """One finished request.
 
     prompt_tokens, cached_tokens (those of the prompt found in a cache), generated_tokens: as reported to the client; queue_seconds
-    (arrival to slot), first_token_seconds (arrival to first token), prefill_seconds, decode_seconds, total_seconds;
+    (arrival to slot), first_token_seconds (arrival to first token, None if none came), prefill_seconds (slot to the prompt's end),
+    decode_seconds, total_seconds;
     steps: (proposed, accepted) of each cycle that proposed at least one token: drafts that the target verified, and those of them that
     are in the answer, which may have ended inside an accepted run.
     """

@@ -78,7 +78,7 @@ class ScheduledRequest:
         self._steps: list[tuple[int, int]] = []
         self._arrived = arrived
         self._admitted: float | None = None
-        self._first_token: float | None = None
+        self._prompt_end: float | None = None
         self._last_delivery: float | None = None
         self._prefill_ms = 0.0
 
@@ -105,7 +105,7 @@ class ScheduledRequest:
         )
 
     def take_piece(self, logits_NV: FloatArray, *, milliseconds: float, is_last: bool, now: float) -> Output | None:
-        """Take in a piece of the prompt, run in so much time; the last piece gives the first token.
+        """Take in a piece of the prompt, run in so much time; the last piece gives the first token, if any is wanted.
 
         Args:
             logits_NV: of the piece's last row, or of all its rows where the prompt is read.
@@ -115,10 +115,10 @@ class ScheduledRequest:
             self._chooser.read_prompt(logits_NV)
         if not is_last:
             return None
-        token = self._chooser.choose(logits_NV[-1], len(self.tokens))
-        self._first_token = now
+        self._prompt_end = now
+        chosen = [self._chooser.choose(logits_NV[-1], len(self.tokens))] if len(self.tokens) < self._final_length else []
         prompt_logprobs = tuple(self._chooser.prompt_logprobs) if self.reads_prompt else None
-        return replace(self._take([token], Step(token_ids=(), terms_ms=TermsMs(verify=self._prefill_ms))), prompt_logprobs=prompt_logprobs)
+        return replace(self._take(chosen, Step(token_ids=(), terms_ms=TermsMs(verify=self._prefill_ms))), prompt_logprobs=prompt_logprobs)
 
     def num_drafts(self, width: int) -> int:
         """Tokens to draft in a cycle of that width: a pass over c drafts can yield c + 1 tokens, and more than are wanted would be for
@@ -162,15 +162,15 @@ class ScheduledRequest:
     def statistics(self, now: float) -> RequestStatistics:
         """How it went, if it ended now."""
         admitted = now if self._admitted is None else self._admitted
-        first_token = now if self._first_token is None else self._first_token
+        prompt_end = now if self._prompt_end is None else self._prompt_end
         return RequestStatistics(
             prompt_tokens=self._prompt_length,
             cached_tokens=self.cached_tokens,
             generated_tokens=self._num_generated,
             queue_seconds=admitted - self._arrived,
-            first_token_seconds=None if self._first_token is None else first_token - self._arrived,
-            prefill_seconds=first_token - admitted,
-            decode_seconds=now - first_token,
+            first_token_seconds=prompt_end - self._arrived if self._num_generated else None,
+            prefill_seconds=prompt_end - admitted,
+            decode_seconds=now - prompt_end,
             total_seconds=now - self._arrived,
             steps=tuple(self._steps),
         )

@@ -14,7 +14,7 @@ from time import monotonic
 
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.constraints import Matcher
-from domino_deploy.runtime.controller import SpeculationController
+from domino_deploy.runtime.controller import Reason, SpeculationController
 from domino_deploy.runtime.prefix_cache import LEAST_REUSED_ROWS, PrefixCache
 from domino_deploy.runtime.protocols import SlotPair
 from domino_deploy.runtime.requests import ABORT, ERROR, CycleRecord, EngineSnapshot, Observer, Output, Request, RequestStatistics
@@ -94,13 +94,15 @@ class Scheduler:
         """How often a request ends while all slots are in use, by those that ended lately; None before any."""
         return None if self._service_seconds is None else self._service_seconds / self._pair.num_slots
 
-    def prepared(self, request: Request, *, matcher: Matcher | None = None) -> ScheduledRequest:
-        """A request that has arrived now, ready to be queued; any thread may call this.
+    def prepared(self, request: Request, *, matcher: Matcher | None = None, arrived: float | None = None) -> ScheduledRequest:
+        """A request, ready to be queued; any thread may call this.
 
         Args:
             matcher: of its constraint.
+            arrived: when, in seconds on the scheduler's clock; None for now.
         """
-        return ScheduledRequest(request, arrived=self._clock(), limits=self._limits, decode=self._decode, matcher=matcher)
+        arrived = self._clock() if arrived is None else arrived
+        return ScheduledRequest(request, arrived=arrived, limits=self._limits, decode=self._decode, matcher=matcher)
 
     def submit(self, scheduled: ScheduledRequest) -> None:
         """Queue a prepared request; no other with its id may be there."""
@@ -227,8 +229,9 @@ class Scheduler:
             request.history.limit = request.num_drafts(self._limits.max_drafts)
             if request.history.limit > 0:
                 histories.append(request.history)
-        if not histories:
-            return 0  # nobody's choice, and not worth telling
+        if not histories:  # nobody's choice, so the observer is not told
+            self._width, self._reason = 0, Reason.NOT_WANTED
+            return 0
         joining = min(len(self._prefilling) + len(self._waiting), self._pair.num_slots - len(requests))
         width = self._controller.width(
             histories, plain_sequences=len(requests) - len(histories), joining=joining, waiting_rows=waiting_rows

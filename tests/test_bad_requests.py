@@ -21,7 +21,6 @@ def start(prompt, *, drafter=None, count=0, **params):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_new_tokens", 0),
         ("max_new_tokens", -3),
         ("stop_strings", ("",)),
         ("stop_strings", "end"),
@@ -54,7 +53,7 @@ def test_a_value_out_of_range_is_named(name, value):
 
 def test_all_bad_values_are_named_at_once():
     with pytest.raises(RequestError) as caught:
-        GenerationParams(max_new_tokens=0, stop_strings=("",), stop_token_ids=(-1,), num_speculative_tokens=-1)
+        GenerationParams(max_new_tokens=-1, stop_strings=("",), stop_token_ids=(-1,), num_speculative_tokens=-1)
     assert all(name in str(caught.value) for name in ("max_new_tokens", "stop_strings", "stop_token_ids", "num_speculative_tokens"))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -423,6 +425,31 @@ def test_cycle_records_carry_the_pairs_times_and_the_observer_hears_of_all_in_or
     assert [interval is None for _, _, interval in served.journal.of("delivered")] == [True, False, False, False]  # type: ignore[misc]
     # The second cycle ends the request but for one token, which nobody drafts: that is no choice of the controller.
     assert served.journal.of("width_chosen") == [(3, "fixed")]
+
+
+@pytest.mark.parametrize("make", [ToyPair, lambda slots: ToyPair(slots, max_prefill_rows=None, reuses_prefixes=False)])
+def test_a_request_that_wants_no_token_ends_behind_its_prompt(make: Callable[[int], ToyPair]):
+    served = bench(make(1), prefill_rows=2)
+    answer = served.submit("0", PROMPT, max_new_tokens=0)
+    served.run()
+    assert (answer.tokens, answer.finish_reason, len(answer.outputs)) == ((), "length", 1)
+    assert (answer.statistics.generated_tokens, answer.statistics.first_token_seconds) == (0, None)
+    assert sum(rows for kind, rows in calls_of(served) if kind == "prefill") == len(PROMPT)
+    assert all(kind == "prefill" for kind, _ in calls_of(served))
+    assert plain_view(answer) == plain_view(alone(PROMPT, GenerationParams(max_new_tokens=0)))
+
+
+def test_the_width_is_0_while_nobody_wants_drafts():
+    served = bench(ToyPair(1, hit_chance=1.0, max_proposals=3))
+    served.submit("drafts", PROMPT, ignore_eos=True, max_new_tokens=9)
+    served.submit("plain", PROMPT, ignore_eos=True, max_new_tokens=9, num_speculative_tokens=0)
+    widths = []
+    while served.scheduler.has_work:
+        served.scheduler.step()
+        widths.append(served.scheduler.snapshot().width)
+    assert widths[0] == 3
+    assert set(widths[-8:]) == {0}
+    assert served.journal.of("width_chosen") == [(3, "fixed")], "nobody's choice"
 
 
 def test_the_snapshot_tells_width_and_acceptance_length():

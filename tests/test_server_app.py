@@ -49,7 +49,7 @@ class TestHealth:
         assert client.get("/health/ready").json() == {"status": "ready"}
 
     def test_a_server_that_drains_lives_but_is_not_ready(self, client: TestClient) -> None:
-        client.app.state.server.is_draining = True  # type: ignore[attr-defined]
+        client.app.state.server.generations.drain()  # type: ignore[attr-defined]
         assert client.get("/health").status_code == 200
         assert "ending" in client.get("/health/ready").json()["error"]["message"]
 

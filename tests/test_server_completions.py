@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from domino_deploy.backends import Backend
 from domino_deploy.runtime.engine import Engine, EngineSettings
 from domino_deploy.runtime.session import GenerationParams, Session
+from domino_deploy.server.metrics import Metrics
 from tests.support.doubles import toy_logits
 from tests.support.fake_engine import ScriptedEngine, client_of
 
@@ -146,6 +148,34 @@ class TestEchoAndLogprobs:
         last = engine.tokenizer.encode(TEXT)[: found["usage"]["completion_tokens"]]
         assert "two" in engine.tokenizer.decode(last)
         assert "two" not in engine.tokenizer.decode(last[:-1])
+
+    def test_a_prompt_alone_generates_nothing(self, tiny_bundle: Path) -> None:
+        metrics = Metrics("tiny")
+        with Engine.open(tiny_bundle, threads=1, max_model_len=64, observer=metrics) as engine:
+            metrics.watch(engine, provider="cpu", drafter="bundle")
+            found = complete(client_of(engine), [PROMPT, "Other"], echo=True, max_tokens=0)
+        assert [choice["text"] for choice in found["choices"]] == [PROMPT, "Other"]
+        assert {choice["finish_reason"] for choice in found["choices"]} == {"length"}
+
+        def of(name: str, **labels: str) -> float | None:
+            return metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "tiny", "engine": "0", **labels})
+
+        usage = found["usage"]
+        assert usage["completion_tokens"] == of("generation_tokens_total") == of("request_generation_tokens_sum") == 0
+        assert usage["prompt_tokens"] == of("prompt_tokens_total") == of("request_prompt_tokens_sum") > 0
+        assert (of("request_success_total", finished_reason="length"), of("request_success_total", finished_reason="stop")) == (2, 0)
+        assert (of("request_prefill_time_seconds_count"), of("time_to_first_token_seconds_count")) == (2, 0)
+
+    @pytest.mark.parametrize("max_tokens", [0, 3])
+    def test_a_backend_without_logprobs_of_a_prompt_says_which_field_to_leave_out(self, tiny_bundle: Path, max_tokens: int) -> None:
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": max_tokens, "echo": True}
+        with Engine.open(tiny_bundle, backend=Backend.EAGER, max_model_len=64) as engine:
+            client = client_of(engine)
+            error = client.post("/v1/completions", json=body | {"logprobs": 1}).json()["error"]
+            assert client.post("/v1/completions", json=body).status_code == 200
+        assert error["param"] == "echo"
+        assert "expected echo without logprobs" in error["message"]
+        assert "prompt_logprobs" not in error["message"]
 
 
 class TestSpecialTokens:

@@ -143,6 +143,46 @@ def test_what_does_not_finish_in_time_is_aborted_and_told_so(tiny_bundle: Path, 
     assert (found["whole"].status_code, found["whole"].json()["error"]["code"]) == (503, "unavailable")
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_later_prompts_of_a_running_request_run_too(tiny_bundle: Path, is_stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    texts, errors = ["", "", ""], []
+
+    def client(server: Server) -> None:
+        ending = threading.Thread(target=lambda: (until(lambda: server.engine.snapshot().running == 1), told_to_end()))
+        ending.start()
+        body = BODY | {"prompt": ["a", "b", "c"], "stream": is_stream}
+        with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=30) as answer:
+            for part in events(answer.iter_lines()) if is_stream else [json.loads(answer.read())]:
+                errors.extend([part["error"]] if "error" in part else [])
+                for choice in part.get("choices", ()):
+                    texts[choice["index"]] += choice["text"]
+        ending.join()
+
+    with caplog.at_level(logging.INFO, "domino_deploy.server"):
+        assert Server(ScriptedEngine(tiny_bundle, TEXT, max_sequences=1, seconds_per_row=0.03)).run(client) == 0
+    assert (texts, errors) == ([TEXT] * 3, [])
+    assert caplog.messages[-1] == "Ended: 1 requests finished, 0 aborted"
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_later_prompts_are_aborted_with_their_request(tiny_bundle: Path, is_stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    found: list[Any] = []
+
+    def client(server: Server) -> None:
+        ending = threading.Thread(target=lambda: (until(lambda: server.engine.snapshot().running == 1), told_to_end()))
+        ending.start()
+        body = BODY | {"prompt": ["a", "b", "c"], "stream": is_stream, "ignore_eos": True, "max_tokens": 400}
+        with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=30) as answer:
+            found.extend(events(answer.iter_lines()) if is_stream else [json.loads(answer.read())])
+        ending.join()
+
+    engine = ScriptedEngine(tiny_bundle, TEXT, max_sequences=1, seconds_per_row=0.02)
+    with caplog.at_level(logging.INFO, "domino_deploy.server"):
+        assert Server(engine, drain_seconds=0.3).run(client) == 0
+    assert caplog.messages[-1] == "Ended: 0 requests finished, 1 aborted"
+    assert found[-1]["error"]["code"] == "unavailable"
+
+
 def test_an_idle_server_ends_at_once(tiny_bundle: Path) -> None:
     started: list[float] = []
 

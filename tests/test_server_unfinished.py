@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from domino_deploy.errors import QueueFullError
+from domino_deploy.runtime.requests import Request
 from tests.support.exchange import Exchange
 from tests.support.fake_engine import ScriptedEngine, client_of
 
@@ -42,6 +45,58 @@ def test_the_log_counts_the_tokens_of_an_answer_whose_time_was_over(tiny_bundle:
     assert (line["finish_reason"], line["error"]) == ("abort", "request_timeout")
     assert (line["prompt_tokens"], line["generated_tokens"]) == (statistics.prompt_tokens, statistics.generated_tokens)
     assert 0 < statistics.generated_tokens < 1000
+
+
+class FullEngine(ScriptedEngine):
+    """Has no room for later prompts until it was asked so often."""
+
+    def __init__(self, *args: Any, refusals: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.refusals = refusals
+
+    def submit(self, request: Request) -> None:
+        if self.requests and self.refusals > 0:
+            self.refusals -= 1
+            raise QueueFullError("full", retry_after_seconds=1.0)
+        super().submit(request)
+
+
+class TestTimeOfSeveralPrompts:
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_is_that_of_the_whole_request(self, tiny_bundle: Path, stream: bool) -> None:
+        # Each prompt by itself takes a small part of the limit.
+        with ScriptedEngine(tiny_bundle, "Hi", max_sequences=1, seconds_per_row=0.02) as engine:
+            client = client_of(engine, request_timeout_seconds=1.0)
+            answer = client.post(PLAIN, json=body_of(PLAIN, stream=stream, prompt=["a"] * 1000))
+        assert '"request_timeout"' in answer.text
+        assert answer.status_code == (200 if stream else 408)
+        assert "within 1 s, the time limit, found" in answer.text
+        reasons = [reason for _, reason, _ in engine.witness.ends]
+        assert reasons[0] == "stop"
+        assert len(reasons) < 1000
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_goes_on_while_the_queue_is_full(self, tiny_bundle: Path, stream: bool) -> None:
+        with FullEngine(tiny_bundle, "Hi", max_sequences=1, refusals=float("inf")) as engine:
+            client = client_of(engine, request_timeout_seconds=1.0)
+            answer = client.post(PLAIN, json=body_of(PLAIN, stream=stream, prompt=["a", "b"]))
+        assert '"request_timeout"' in answer.text
+        assert [reason for _, reason, _ in engine.witness.ends] == ["stop"]
+
+    def test_is_filled_with_comments_meanwhile(self, tiny_bundle: Path) -> None:
+        with FullEngine(tiny_bundle, "Hi", max_sequences=1, refusals=8) as engine:
+            answer = client_of(engine, keep_alive_seconds=0.15).post(PLAIN, json=body_of(PLAIN, prompt=["a", "b"]))
+        first, second = (answer.text.index(f'"index":{index},"text":"H') for index in range(2))
+        assert answer.text[first:second].count(": keep-alive") >= 2
+        assert answer.text.endswith("data: [DONE]\n\n")
+
+    def test_begins_before_a_grammar_is_compiled(self, tiny_bundle: Path) -> None:
+        with ScriptedEngine(tiny_bundle, "Hi") as engine:
+            compile_as_ever = engine._compiler.matcher
+            engine._compiler.matcher = lambda constraint: (time.sleep(0.5), compile_as_ever(constraint))[1]  # type: ignore[method-assign]
+            body = body_of(CHAT, stream=False, response_format={"type": "json_object"})
+            assert client_of(engine, request_timeout_seconds=0.4).post(CHAT, json=body).status_code == 408
+            assert [statistics.generated_tokens for _, _, statistics in engine.witness.ends] == [0]
 
 
 class TestClientsThatGoAway:

@@ -15,6 +15,7 @@ from domino_deploy.runtime.decode import HostPair
 from domino_deploy.runtime.prompt_lookup import PromptLookupDrafter
 from domino_deploy.runtime.protocols import Drafter, SlotCycle, SlotRows, SpeculativePair, Target
 from domino_deploy.runtime.single_slot import SingleSlot
+from tests.support.scheduled_runs import bench
 from tests.support.slot_scripts import assert_same, random_script, run_alone, run_together
 
 CAPACITY = 120
@@ -117,6 +118,14 @@ def test_a_cycle_at_the_last_row_drafts_nothing(pair):
     assert verified.proposal.token_ids.size == 0
     assert verified.logits is not None
     assert len(verified.logits) == 1
+
+
+def test_a_request_that_wants_no_token_ends_behind_its_prompt_and_leaves_the_slot_free(parts):
+    served = bench(SingleSlot(*parts), eos_token_ids=(), decode=lambda token_ids: "x" * len(token_ids))
+    answers = [served.submit(str(number), [5, 9, 7], max_new_tokens=tokens) for number, tokens in enumerate((0, 4, 0))]
+    served.run()
+    assert [len(answer.tokens) for answer in answers] == [0, 4, 0]
+    assert {answer.finish_reason for answer in answers} == {"length"}
 
 
 class TestMisuse:

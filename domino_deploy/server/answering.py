@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,8 +13,6 @@ from starlette.responses import JSONResponse, Response
 
 from domino_deploy.errors import ConstraintError
 from domino_deploy.runtime.requests import (
-    LENGTH,
-    STOP,
     GenerationParams,
     Output,
     OutputToken,
@@ -84,8 +82,6 @@ async def answered(
     prompts: Sequence[Sequence[int]],
     params: GenerationParams,
     form: Form,
-    *,
-    is_empty: bool = False,
 ) -> Response:
     """The response to a request.
 
@@ -95,12 +91,11 @@ async def answered(
         prompts: token ids, one choice each.
         params: of all of them.
         form: of the JSON.
-        is_empty: no token is wanted (the engine makes one at least): prompts alone are reported.
 
     Raises:
         ApiError: it failed before the first byte of the response; RequestError and its like: the engine refuses it.
     """
-    exchange = _Exchange(request, body, prompts, params, form, is_empty=is_empty)
+    exchange = _Exchange(request, body, prompts, params, form)
     try:
         if body.stream:
             await exchange.generation.start()
@@ -122,14 +117,11 @@ class _Exchange:
         prompts: Sequence[Sequence[int]],
         params: GenerationParams,
         form: Form,
-        *,
-        is_empty: bool,
     ) -> None:
         self._state = state_of(request)
         self._record = record_of(request)
         self._body = body
         self._form = form
-        self._is_empty = is_empty
         self._answers = [Answer(index=index, prompt_ids=prompt) for index, prompt in enumerate(prompts)]
         self._envelope: dict[str, Any] = {
             "id": f"{form.id_prefix}-{self._record.request_id}",
@@ -144,7 +136,9 @@ class _Exchange:
             self._state.engine,
             prompts,
             params,
+            under_way=self._state.generations,
             name=self._envelope["id"],
+            arrived=self._record.arrived,
             time_limit=settings.request_timeout_seconds,
             note_end=self._note_end,
         )
@@ -192,21 +186,14 @@ class _Exchange:
                 continue
             index, output = item
             answer = self._answers[index]
-            output = self._without_tokens(output) if self._is_empty else output
             answer.take(output)
             if output.finish_reason is not None and self._state.settings.logs_prompts:
                 self._log_texts()
             yield answer, output
 
     def _note_end(self, output: Output) -> None:
-        output = self._without_tokens(output) if self._is_empty else output
         if output.finish_reason is not None and output.statistics is not None:
             self._record.answers.append((output.finish_reason, output.statistics))
-
-    def _without_tokens(self, output: Output) -> Output:
-        statistics = None if output.statistics is None else replace(output.statistics, generated_tokens=0)
-        finish_reason = LENGTH if output.finish_reason == STOP else output.finish_reason
-        return replace(output, tokens=(), step=None, finish_reason=finish_reason, stop_reason=None, statistics=statistics)
 
     def _chunk(self, answer: Answer, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._envelope, "choices": [choice]}

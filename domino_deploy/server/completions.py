@@ -13,7 +13,7 @@ from starlette.routing import Route
 from domino_deploy.runtime.requests import Output
 from domino_deploy.runtime.text import IncrementalDetokenizer, Tokenizer
 from domino_deploy.server.answering import Answer, answered, check_prompts
-from domino_deploy.server.body import read_body
+from domino_deploy.server.body import invalid, read_body
 from domino_deploy.server.logprobs import CompletionLogprobs, joined_logprobs
 from domino_deploy.server.models import check_model_name
 from domino_deploy.server.prompt_text import encoded
@@ -28,11 +28,14 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     check_model_name(state, body.model)
     engine = state.engine
+    if body.echo and body.wanted_logprobs is not None and not engine.gives_prompt_logprobs:
+        found = "this server's backend has no logprobs of a prompt; expected echo without logprobs, or neither, found both"
+        raise invalid([("echo", found)])
     # In a thread: grammars of schemas and tools take a while to write, in which others' streams must go on.
     params = await run_in_threadpool(
         body.generation_params,
         vocab_size=engine.bundle.target.vocab_size,
-        max_new_tokens=engine.max_model_len if body.wanted_tokens is None else max(1, body.wanted_tokens),
+        max_new_tokens=engine.max_model_len if body.wanted_tokens is None else body.wanted_tokens,
         defaults=state.settings.sampling,
         logprobs=body.wanted_logprobs,
         prompt_logprobs=body.wanted_logprobs if body.echo else None,
@@ -40,7 +43,7 @@ async def completions(request: Request) -> Response:
     prompts = await run_in_threadpool(_tokenised, body, engine.tokenizer, engine.max_model_len)
     check_prompts(prompts, param="prompt", max_model_len=engine.max_model_len, vocab_size=engine.bundle.target.vocab_size)
     form = CompletionForm(body, engine.tokenizer, state.token_texts)
-    return await answered(request, body, prompts, params, form, is_empty=body.wanted_tokens == 0)
+    return await answered(request, body, prompts, params, form)
 
 
 class CompletionForm:

@@ -84,7 +84,7 @@ class Metrics:
         )
         self._total = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_BUCKETS)
         self._queue = self._histogram("vllm:request_queue_time_seconds", "Arrival to slot.", _REQUEST_BUCKETS)
-        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Slot to first token.", _REQUEST_BUCKETS)
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Slot to the prompt's end.", _REQUEST_BUCKETS)
         self._decode = self._histogram("vllm:request_decode_time_seconds", "First token to last.", _REQUEST_BUCKETS)
         self._inference = self._histogram("vllm:request_inference_time_seconds", "Slot to last token.", _REQUEST_BUCKETS)
         self._iteration = self._histogram(
@@ -154,16 +154,18 @@ class Metrics:
         self._finished.labels(*self._values, finish_reason).inc()
         self._total.observe(statistics.total_seconds)
         self._queue.observe(statistics.queue_seconds)
-        if statistics.first_token_seconds is None:  # it left before its prompt was through
+        # Without a token it left before its prompt was through, or wanted the prompt alone.
+        if statistics.first_token_seconds is None and finish_reason not in (STOP, LENGTH):
             return
         self._prompt_tokens.inc(statistics.prompt_tokens)
         self._cached.inc(statistics.cached_tokens)
         if self._sizes is not None:
             self._sizes.count(request, statistics)
-        self._first_token.observe(statistics.first_token_seconds)
         self._prefill.observe(statistics.prefill_seconds)
-        self._decode.observe(statistics.decode_seconds)
         self._inference.observe(statistics.prefill_seconds + statistics.decode_seconds)
+        if statistics.first_token_seconds is not None:
+            self._first_token.observe(statistics.first_token_seconds)
+            self._decode.observe(statistics.decode_seconds)
         if statistics.generated_tokens > 1:
             self._per_token.observe(statistics.decode_seconds / (statistics.generated_tokens - 1))
 

@@ -13,7 +13,7 @@ LABELS = ("model_name", "engine")
 
 
 class RequestSizes:
-    """Counts requests that came as far as their first token.
+    """Counts requests whose prompt ran to its end.
 
     Args:
         registry: of all metrics; values: of the labels that all have.

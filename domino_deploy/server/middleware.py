@@ -50,7 +50,6 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = time.perf_counter()
         record = RequestRecord(request_id=_request_id(Headers(scope=scope)), method=scope["method"], path=scope["path"])
         scope.setdefault("state", {})["record"] = record
         is_complete = False
@@ -79,7 +78,7 @@ class RequestContext:
                 raise
             await error_response(api_error(error))(scope, receiving, sending)
         finally:
-            record.seconds = time.perf_counter() - started
+            record.seconds = time.monotonic() - record.arrived
             log_request(record, with_texts=self._logs_prompts)
 
 

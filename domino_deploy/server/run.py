@@ -11,8 +11,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -20,6 +21,7 @@ from starlette.applications import Starlette
 
 from domino_deploy.errors import RequestError
 from domino_deploy.server.activity import ActivityLog
+from domino_deploy.server.bridge import Generation
 from domino_deploy.server.connections import ServerConfig
 from domino_deploy.server.state import ServerState
 
@@ -110,11 +112,11 @@ async def _until_the_end(engine: Engine, ending: asyncio.Event, serving: asyncio
 
 
 async def _finish_requests(state: ServerState) -> str:
-    """Drain the engine; requests that come meanwhile are answered with 503.  What there is to say in the end."""
+    """Let those that run finish; requests that come meanwhile are answered with 503.  What there is to say in the end."""
     engine = state.engine
-    state.is_draining = True
+    going = state.generations.drain()
     if engine.failure is None:
-        last_words = await _drain(engine, state.settings.drain_seconds)
+        last_words = await _drain(engine, going, state.settings.drain_seconds)
         if engine.failure is None:
             return last_words
     _LOG.error("The engine failed, the server ends", exc_info=engine.failure)
@@ -122,16 +124,15 @@ async def _finish_requests(state: ServerState) -> str:
     return "Ended: the engine failed"
 
 
-async def _drain(engine: Engine, seconds: float) -> str:
-    engine.drain(0)  # none come any more: the numbers add up
-    before = engine.snapshot()
-    _LOG.info("Ending: %d running and %d waiting requests may finish", before.running, before.waiting)
-    aborted = 0
-    if not await asyncio.to_thread(engine.drain, seconds):
-        left = engine.snapshot()
-        aborted = left.running + left.waiting
+async def _drain(engine: Engine, going: Sequence[Generation], seconds: float) -> str:
+    """Wait for these, whose later prompts the engine still takes; the counts are of HTTP requests, as the log's lines are."""
+    _LOG.info("Ending: %d requests may finish", len(going))
+    left, deadline = list(going), monotonic() + seconds
+    while (left := [one for one in left if not one.has_ended]) and engine.failure is None and monotonic() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+    if left and engine.failure is None:
         _LOG.warning("Ending: requests did not finish within %g seconds and are aborted", seconds)
-    return f"Ended: {before.running + before.waiting - aborted} requests finished, {aborted} aborted"
+    return f"Ended: {len(going) - len(left)} requests finished, {len(left)} aborted"
 
 
 def _on_signal(number: int, ending: asyncio.Event) -> None:

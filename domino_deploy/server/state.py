@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from domino_deploy.server.bridge import Generations
 from domino_deploy.server.logs import RequestRecord
 from domino_deploy.server.settings import ServerSettings
 from domino_deploy.server.token_texts import TokenTexts
@@ -23,16 +24,21 @@ if TYPE_CHECKING:
 class ServerState:
     """What the routes share.
 
-    engine: what answers; metrics: what its observer counts into, None without one; created: Unix seconds of the start; is_draining: no
-    new requests; unknown_fields: of all bodies.
+    engine: what answers; metrics: what its observer counts into, None without one; created: Unix seconds of the start; generations: those
+    under way; unknown_fields: of all bodies.
     """
 
     engine: Engine
     settings: ServerSettings
     metrics: Metrics | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    is_draining: bool = False
+    generations: Generations = field(default_factory=Generations)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no new requests are taken."""
+        return self.generations.is_draining
 
     @property
     def has_metrics(self) -> bool:
