@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 from serving_process import flag_line, serving
-from soak_balance import Line, balance, logged_statuses, memory_trend
+from soak_balance import Line, balance, drafted_share, logged_statuses, memory_trend
 from soak_cases import bad_requests, known_cases
 from soak_clients import ACTIONS
 from soak_run import Run, soak
@@ -34,6 +34,7 @@ SHORTEST_TREND_SECONDS = 300.0  # a shorter run says nothing about memory: its w
 @click.option("--queue", type=click.IntRange(min=1), default=22, help="Places in the queue: few, so that some requests are refused.")
 @click.option("--max-model-len", type=click.IntRange(min=2), default=1024)
 @click.option("--threads", type=click.IntRange(min=1), default=None, help="Per graph; by default one per physical core.")
+@click.option("--fixed-width", "is_fixed_width", is_flag=True, help="Have the server always draft; and check that it does.")
 @click.option("--seed", type=int, default=0)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File for the report, which also goes to stdout.")
 def main(
@@ -45,6 +46,7 @@ def main(
     queue: int,
     max_model_len: int,
     threads: int | None,
+    is_fixed_width: bool,
     seed: int,
     output: Path | None,
 ) -> None:
@@ -53,7 +55,8 @@ def main(
     cases = known_cases(bundle, MODEL, count, seed=seed, max_model_len=max_model_len, threads=threads)
     click.echo(f"{len(cases)} requests run one by one", err=True)
     flags = ["--served-model-name", MODEL, "--max-num-seqs", str(slots), "--max-queue", str(queue)]
-    flags += ["--max-model-len", str(max_model_len), "--log-format", "json"]
+    flags += ["--max-model-len", str(max_model_len), "--log-format", "json", "--per-request-spec-decode-metrics", "summary"]
+    flags += ["--fixed-width"] if is_fixed_width else []
     flags += [] if threads is None else ["--threads", str(threads)]
     with tempfile.TemporaryDirectory(prefix="soak-") as made:
         log = Path(made) / "server.log"
@@ -65,7 +68,7 @@ def main(
             "clients that do not": balance(run.calm, logged_statuses(log, run.calm.id_prefix), run.calm_growth),
         }
     machine = {"command": flag_line(server.command, ""), "machine": str(this_machine()), "versions": versions()}
-    report = {"minutes": minutes, "clients": clients, **machine, **_report(run, books)}
+    report = {"minutes": minutes, "clients": clients, **machine, **_report(run, books, is_fixed_width=is_fixed_width)}
     text = json.dumps(report, indent=2)
     click.echo(text)
     if output is not None:
@@ -75,13 +78,15 @@ def main(
     sys.exit(1 if failed else 0)
 
 
-def _report(run: Run, books: dict[str, dict[str, Line]]) -> dict[str, Any]:
+def _report(run: Run, books: dict[str, dict[str, Line]], *, is_fixed_width: bool) -> dict[str, Any]:
     memory, batch, idle, rough = memory_trend(run.memory, WARM_UP * run.memory[-1][0]), run.full_batch, run.idle, run.rough
     wrong = [*rough.wrong, *run.calm.wrong]
     failures = {status: count for status, count in (rough.statuses + run.calm.statuses).items() if status >= 500}
     open_lines = {f"{part}: {name}": line for part, lines in books.items() for name, line in lines.items() if not line.adds_up}
     is_flat = run.seconds < SHORTEST_TREND_SECONDS or memory["growth_mb"] <= MAX_GROWTH * memory["start_mb"]
     is_full = batch.most_running_at_once == batch.slots and batch.served == batch.slots * batch.rounds
+    share = drafted_share([*rough.finished, *run.calm.finished])
+    drafts_enough = share["found"] > 0 and share["answers_below"] == 0
     everything = all(rough.actions[action] for action in ACTIONS)
     checks = {
         "every greedy answer equals its single run, every bad request has its status": (not wrong, wrong[:20]),
@@ -90,6 +95,7 @@ def _report(run: Run, books: dict[str, dict[str, Line]]) -> dict[str, Any]:
         "a full batch is served at the end": (is_full, asdict(batch)),
         f"memory is flat after the warm-up (if {SHORTEST_TREND_SECONDS:.0f} s or more were measured)": (is_flat, memory),
         "every counter adds up": (not open_lines, open_lines),
+        "every answer drafted what it must (if the width is fixed)": (not is_fixed_width or drafts_enough, share),
         "something of every kind was done": (everything, dict(rough.actions)),
     }
     return {
@@ -103,6 +109,7 @@ def _report(run: Run, books: dict[str, dict[str, Line]]) -> dict[str, Any]:
         "tokens_of_whole_answers": sum(answer.completion_tokens for answer in rough.finished),
         "drafted_tokens": run.rough_growth["vllm:spec_decode_num_draft_tokens_total"],
         "accepted_tokens": run.rough_growth["vllm:spec_decode_num_accepted_tokens_total"],
+        "drafted_share": share["found"],
         "memory": memory,
         "books": {part: {name: line._asdict() for name, line in lines.items()} for part, lines in books.items()},
         "checks": {name: {"passed": passed, "found": found} for name, (passed, found) in checks.items()},

@@ -20,12 +20,22 @@ MAX_PAUSE_SECONDS = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """An answer that came to its end, as the client saw it."""
+    """An answer that came to its end, as the client saw it.
+
+    cached_tokens: of the prompt; is_plain: drafts were not wanted; drafts, drafted_tokens, accepted_tokens: cycles that drafted, and
+    their tokens; max_drafts: tokens that a cycle drafts at most.
+    """
 
     request_id: str
     prompt_tokens: int
+    cached_tokens: int
     completion_tokens: int
     finish_reason: str
+    is_plain: bool
+    drafts: int
+    drafted_tokens: int
+    accepted_tokens: int
+    max_drafts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +130,13 @@ async def _whole(soak: Soak, case: Case, body: dict[str, Any], request_id: str) 
     answer = response.json()
     choice = answer["choices"][0]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
-    _note(soak, case, body, request_id, text, choice["finish_reason"], answer["usage"])
+    _note(soak, case, body, request_id, text, choice["finish_reason"], answer)
     return 0.0
 
 
 async def _streamed(soak: Soak, case: Case, body: dict[str, Any], request_id: str, most: int | None) -> float:
     """Read a stream to its end, or leave behind its first `most` chunks; seconds to wait if the queue is full."""
-    text, reason, usage, seen = "", None, None, 0
+    text, reason, last, seen = "", None, None, 0
     async with soak.client.stream("POST", case.path, json=body, headers={"x-request-id": request_id}) as response:
         soak.ledger.statuses[response.status_code] += 1
         if response.status_code != 200:
@@ -136,17 +146,17 @@ async def _streamed(soak: Soak, case: Case, body: dict[str, Any], request_id: st
             return 0.0
         async for chunk in _events(response):
             seen += 1
-            usage = chunk.get("usage") or usage
+            last = chunk if chunk.get("usage") else last
             for choice in chunk["choices"]:
                 text += choice.get("text") or choice.get("delta", {}).get("content") or ""
                 reason = choice["finish_reason"] or reason
             if seen == most:
                 soak.ledger.left.append(_left(case, has_started=True))
                 return 0.0
-    if reason is None or usage is None:
+    if reason is None or last is None:
         soak.ledger.wrong.append(f"{request_id}: a stream without finish reason or usage: {text!r}")
     else:
-        _note(soak, case, body, request_id, text, reason, usage)
+        _note(soak, case, body, request_id, text, reason, last)
     return 0.0
 
 
@@ -188,8 +198,9 @@ async def _refused(soak: Soak, bad: BadRequest) -> None:
         soak.ledger.wrong.append(f"{bad.path} {content[:80]!r}: expected {bad.status} with an error, found {found}")
 
 
-def _note(soak: Soak, case: Case, body: dict[str, Any], request_id: str, text: str, reason: str, usage: dict[str, Any]) -> None:
-    """Enter a whole answer, greedy ones compared with their single run."""
+def _note(soak: Soak, case: Case, body: dict[str, Any], request_id: str, text: str, reason: str, told: dict[str, Any]) -> None:
+    """Enter a whole answer, greedy ones compared with their single run; `told`: what bears its usage and its statistics."""
+    usage, speculation = told["usage"], told["metrics"]["speculative_decoding"]
     found = (text, reason, usage["completion_tokens"])
     if body["temperature"] == 0:
         soak.ledger.checked += 1
@@ -200,7 +211,13 @@ def _note(soak: Soak, case: Case, body: dict[str, Any], request_id: str, text: s
         Finished(
             request_id=request_id,
             prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             completion_tokens=usage["completion_tokens"],
             finish_reason=reason,
+            is_plain=body.get("speculative") is False,
+            drafts=speculation["num_spec_steps"],
+            drafted_tokens=speculation["num_draft_tokens"],
+            accepted_tokens=speculation["num_accepted_draft_tokens"],
+            max_drafts=speculation["num_spec_tokens"],
         )
     )

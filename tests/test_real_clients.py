@@ -1,6 +1,6 @@
 """Clients as they are installed, against a real server process: openai-python, LangChain, Prometheus' parser.
 
-More of them, and the demo pair: scripts/clients.
+More of them, and the demo pair: scripts/clients.  Errors that take a server in trouble come from one over a scripted engine.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,13 @@ import pytest
 from langchain_openai import ChatOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from domino_deploy.runtime.session import GenerationParams, Session
+from domino_deploy.server.app import create_app
+from domino_deploy.server.settings import ServerSettings
+from tests.support.fake_engine import ScriptedEngine
+from tests.support.loopback import served
 
 QUESTIONS = ("Hello there", "What is in the box?", "naïve café", "1 2 3 4 5", "Hello there, again")
 MAX_TOKENS = 24
@@ -118,6 +125,137 @@ def test_openai_raises_for_a_wrong_key(tiny_server: Any) -> None:
         pytest.raises(openai.AuthenticationError),
     ):
         caller.models.list()
+
+
+class Counting:
+    """An application, and how many requests it was sent."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.requests += 1
+        await self._app(scope, receive, send)
+
+
+def fail_soon(engine: ScriptedEngine) -> None:
+    """A pass behind the prompt's own raises."""
+    engine._pair.fail_at = engine._pair._passes + 4  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """A server in trouble and what openai-python is to make of it.
+
+    settings: of the server; headers, fields: of the request; befalls: what happens to the engine first; retries: what the client may do.
+    """
+
+    status: int
+    kind: type[openai.APIStatusError]
+    code: str | None
+    words: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    befalls: Callable[[ScriptedEngine], object] = lambda engine: None
+    retries: int = 2
+
+
+# Allowed two retries, the client makes none: not of 403 and 413, and of a 408 since `x-should-retry` says so.  It would of every 5xx.
+TROUBLES = [
+    Trouble(
+        status=403,
+        kind=openai.PermissionDeniedError,
+        code="host_not_allowed",
+        words="found 'rebound.example'",
+        headers={"Host": "rebound.example"},
+    ),
+    Trouble(
+        status=408,
+        kind=openai.APIStatusError,
+        code="request_timeout",
+        words="Expected the answer within 0.3 s",
+        settings={"request_timeout_seconds": 0.3},
+    ),
+    Trouble(
+        status=413,
+        kind=openai.APIStatusError,
+        code="body_too_large",
+        words="at most 1024 bytes",
+        settings={"max_body_bytes": 1024},
+        fields={"user": "x" * 1024},
+    ),
+    Trouble(
+        status=500,
+        kind=openai.InternalServerError,
+        code=None,
+        words="The server failed on this request",
+        befalls=fail_soon,
+        retries=0,
+    ),
+    Trouble(
+        status=503,
+        kind=openai.InternalServerError,
+        code="unavailable",
+        words="Try again later",
+        befalls=lambda engine: engine.drain(timeout_seconds=0),
+        retries=0,
+    ),
+]
+
+
+def whole_answer(url: str, trouble: Trouble) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=trouble.retries, default_headers=trouble.headers) as caller:
+        caller.chat.completions.create(**asked("Hello", max_tokens=300, **trouble.fields))
+
+
+def whole_answer_async(url: str, trouble: Trouble) -> None:
+    async def answered() -> None:
+        options: Any = {"max_retries": trouble.retries, "default_headers": trouble.headers}
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", **options) as caller:
+            await caller.chat.completions.create(**asked("Hello", max_tokens=300, **trouble.fields))
+
+    asyncio.run(answered())
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("trouble", TROUBLES, ids=[str(trouble.status) for trouble in TROUBLES])
+def test_openai_raises_the_class_of_a_server_in_trouble(tiny_bundle: Path, trouble: Trouble, is_async: bool) -> None:
+    settings = ServerSettings(served_model_names=("demo-bundle",), **trouble.settings)
+    with ScriptedEngine(tiny_bundle, "x" * 400, seconds_per_row=0.01) as engine:
+        app = Counting(create_app(engine, settings))
+        trouble.befalls(engine)
+        answered = whole_answer_async if is_async else whole_answer
+        with served(app) as url, pytest.raises(trouble.kind, match=trouble.words) as raised:
+            answered(url, trouble)
+    assert (raised.value.status_code, raised.value.code) == (trouble.status, trouble.code)
+    assert "fire" not in str(raised.value), "what the engine died of is none of a client's business"
+    assert app.requests == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "befalls", "code", "words"),
+    [
+        ({"request_timeout_seconds": 0.3}, lambda engine: None, "request_timeout", "Expected the answer within 0.3 s"),
+        ({}, fail_soon, None, "The server failed on this request"),
+    ],
+    ids=["time limit", "engine that dies"],
+)
+def test_openai_raises_what_an_event_inside_a_stream_says(
+    tiny_bundle: Path, settings: dict[str, Any], befalls: Callable[[ScriptedEngine], None], code: str | None, words: str
+) -> None:
+    with ScriptedEngine(tiny_bundle, "x" * 400, seconds_per_row=0.01) as engine:
+        app = create_app(engine, ServerSettings(served_model_names=("demo-bundle",), **settings))
+        befalls(engine)
+        with served(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="any") as caller:
+            stream = caller.chat.completions.create(**asked("Hello", max_tokens=300), stream=True)
+            first = next(stream)
+            assert first.choices[0].delta.role == "assistant", "the answer had begun"
+            with pytest.raises(openai.APIError, match=words) as raised:
+                list(stream)
+    assert not isinstance(raised.value, openai.APIStatusError), "the status was 200"
+    assert raised.value.code == code
 
 
 def test_openai_leaves_a_stream_and_the_slot_is_free_again(tiny_server: Any, client: openai.OpenAI) -> None:
