@@ -165,6 +165,35 @@ class TestCommand:
         assert server.asked[-1]["prompt"].startswith("Prompt")
         assert (server.asked[-1]["speculative"], server.asked[-1]["model"]) == (False, "m")
 
+    def test_a_baseline_asks_for_every_level_both_ways_and_gives_the_ratio(self, prompt_file: Path) -> None:
+        server = ScriptedServer(answer("a"))
+        flags = ("--prompts", prompt_file, "--concurrency", "1,2", "--requests", "4", "--warm-up", "1", "--baseline")
+        with server.url() as url:
+            done = bench("--url", url, *flags, "--json")
+            table = bench("--url", url, *flags[:-5], "--requests", "1", "--baseline")
+        assert done.exit_code == 0, done.output
+        made = json.loads(done.stdout)
+        assert [(level["concurrency"], level["is_baseline"]) for level in made["levels"]] == [(1, True), (1, False), (2, False), (2, True)]
+        assert [level["speculation"]["drafts"] for level in made["levels"]] == [0, 16, 16, 0]
+        assert [pair["concurrency"] for pair in made["against_plain"]] == [1, 2]
+        rates = [level["output_tokens_per_second"] for level in made["levels"]]
+        assert [pair["ratio"] for pair in made["against_plain"]] == [rates[1] / rates[0], rates[2] / rates[3]]
+        # Every prompt has been asked for before the first level, so that neither way finds more of them cached.
+        assert {body["messages"][0]["content"] for body in server.asked[:4]} == {f"Prompt {number}" for number in range(3)}
+        assert [body["max_tokens"] for body in server.asked[:5]] == [64, 1, 1, 1, 64]
+        ways = ["speculative" in body for body in server.asked[4:20]]
+        assert ways == [True] * 4 + [False] * 8 + [True] * 4
+        rows = [line.split("\t") for line in table.stdout.splitlines()]
+        start = rows.index(["concurrency", "plain output tok/s", "output tok/s", "ratio"])
+        assert [row[0] for row in rows[start + 1 : start + 3]] == ["1", "2"]
+        assert "the ratio has no interval" in table.stdout
+
+    def test_a_server_that_drafts_all_the_same_has_no_baseline(self, prompt_file: Path) -> None:
+        with ScriptedServer(answer("a"), ignores_wishes=True).url() as url:
+            done = bench("--url", url, "--prompts", prompt_file, "--concurrency", "1", "--requests", "2", "--baseline")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert "found that it drafted 24 tokens. Drop --baseline" in done.stderr
+
     def test_failed_requests_are_counted_by_kind(self, prompt_file: Path) -> None:
         refused = JSONResponse({"error": {"message": "full"}}, status_code=429)
         with ScriptedServer(refused, [chunk("x")], answer("a", "b")).url() as url:
@@ -259,6 +288,8 @@ class TestCommand:
             (("b", "--concurrency", "2", "--requests", "3"), "Expected no --concurrency, --requests when measuring a bundle"),
             (("--url", "http://x", "--backend", "eager", "--threads", "2"), "Expected no --backend, --threads when measuring a server"),
             (("--url", "http://x", "--concurrency", "1,x"), "Expected whole numbers of at least 1 separated by commas"),
+            (("--url", "http://x", "--plain", "--baseline"), "Expected at most one of --plain and --baseline"),
+            (("b", "--baseline"), "Expected no --baseline when measuring a bundle"),
             (("--url", "http://x", "--concurrency", "0"), "'--concurrency': Expected whole numbers of at least 1"),
         ],
     )

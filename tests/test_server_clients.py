@@ -300,3 +300,60 @@ def test_usage_so_far_comes_with_the_usage_alone(client: TestClient) -> None:
     answer = client.post(CHAT, json={**BODIES[CHAT], "stream": True, "stream_options": {"continuous_usage_stats": True}})
     assert answer.status_code == 200
     assert "usage" not in answer.text
+
+
+# What sglang.bench_serving asks by its backends sglang-oai and vllm, and sglang-oai-chat and vllm-chat: for no usage.
+SGLANG: list[tuple[str, str, dict[str, Any]]] = [
+    ("completions", PLAIN, {"prompt": "Hello", "temperature": 0.0, "best_of": 1, "max_tokens": 40, "stream": True, "ignore_eos": True}),
+    (
+        "chat",
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "Hello"}],
+            **{"temperature": 0.0, "max_completion_tokens": 40, "stream": True, "ignore_eos": True},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), [case[1:] for case in SGLANG], ids=[case[0] for case in SGLANG])
+def test_sglangs_benchmark_reads_a_choice_from_every_line_and_counts_the_tokens_it_asked_for(
+    engine: ScriptedEngine, client: TestClient, path: str, body: dict[str, Any]
+) -> None:
+    name = client.get("/v1/models").json()["data"][0]["id"]
+    answer = client.post(path, json={"model": name, **body})
+    assert answer.status_code == 200, answer.text
+    # It takes each line that is not empty for JSON or the end: a comment, or a chunk without choices, is a failure to it.
+    *lines, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.strip()]
+    assert last == "[DONE]"
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    texts = [choice["text"] if path == PLAIN else choice["delta"].get("content", "") for choice in choices]
+    assert "".join(text or "" for text in texts) == TEXT
+    assert sum(bool(text) for text in texts) > 1, "its ITL is the time between two of them"
+    assert engine.witness.ends[-1][2].generated_tokens == 40
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+def test_it_reads_whole_answers_too(engine: ScriptedEngine, client: TestClient, path: str) -> None:
+    body = next(fields for _, asked, fields in SGLANG if asked == path) | {"stream": False}
+    answer = client.post(path, json={"model": "tiny", **body}).json()
+    choice = answer["choices"][0]
+    assert (choice["text"] if path == PLAIN else choice["message"]["content"]) == TEXT
+    assert answer["usage"]["completion_tokens"] == 40
+
+
+def test_dflashs_benchmark_reads_the_tokens_of_answers_that_it_asks_for_as_of_vllm(engine: ScriptedEngine, client: TestClient) -> None:
+    body = {
+        **BODIES[CHAT],
+        "max_tokens": 40,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 1,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    answer = client.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    statistics = engine.witness.ends[-1][2]
+    assert answer.json()["usage"]["completion_tokens"] == statistics.generated_tokens > 0
+    params = engine.requests[-1].params
+    assert (params.max_new_tokens, params.sampling.temperature, params.sampling.top_p, params.sampling.top_k) == (40, 0.0, 1.0, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import hypothesis
 import pytest
 import schemathesis
 from jsonschema_rs import Draft202012Validator
+from schemathesis.generation import GenerationMode
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
@@ -24,16 +27,26 @@ from domino_deploy.server.schemas_chunks import ChatCompletionChunk
 from domino_deploy.server.settings import ServerSettings, StatisticsLevel
 from tests.support.fake_engine import ScriptedEngine, client_of
 
-EXAMPLES = 25  # per operation
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "25"))  # per operation, right and wrong each; listed in README
 CHECKED = (
     schemathesis.checks.not_a_server_error,
     schemathesis.checks.status_code_conformance,
     schemathesis.checks.content_type_conformance,
     schemathesis.checks.response_schema_conformance,
 )
+GENERATION = hypothesis.settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[hypothesis.Phase.generate],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
 SETTINGS = ServerSettings(served_model_names=("tiny",), allowed_hosts=("testserver",), max_body_bytes=100_000, request_timeout_seconds=60.0)
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6}
 TEXT = {"model": "tiny", "prompt": "Hi", "max_tokens": 6}
+BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+VALUES: tuple[Any, ...] = (None, False, True, 0, 1, -1, 2**31, 0.5, 1e300, "", "a", "0.5", [], ["a"], [1], [None], {}, {"a": 1}, {"a": "b"})
 
 
 @pytest.fixture(scope="module")
@@ -183,25 +196,26 @@ def test_documented_failures_happen(client: TestClient, document: dict[str, Any]
     conforms(document, path, "post", status, answer.json())
 
 
-def test_schemathesis_finds_no_answer_that_is_not_described(app: Starlette, document: dict[str, Any]) -> None:
-    schema = schemathesis.openapi.from_dict(document)
-    schema.app = app
-    operations = [found.ok() for found in schema.get_all_operations()]
+@pytest.fixture(scope="module")
+def schema(app: Starlette, document: dict[str, Any]) -> Any:
+    found = schemathesis.openapi.from_dict(document)
+    found.app = app
+    return found
+
+
+def operations_of(schema: Any) -> list[Any]:
+    return [found.ok() for found in schema.get_all_operations()]
+
+
+def test_schemathesis_finds_no_answer_that_is_not_described(schema: Any, document: dict[str, Any]) -> None:
+    operations = operations_of(schema)
     assert len(operations) == sum(len(methods) for methods in document["paths"].values())
     statuses: set[int] = set()
-    settings = hypothesis.settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
 
     for operation in operations:
 
         @hypothesis.given(case=operation.as_strategy())
-        @settings
+        @GENERATION
         def sent(case: schemathesis.Case) -> None:
             _bound(case.body)
             answer = case.call()
@@ -212,15 +226,71 @@ def test_schemathesis_finds_no_answer_that_is_not_described(app: Starlette, docu
     assert {200, 400, 404} <= statuses
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
-def test_nor_does_it_in_streams(app: Starlette, document: dict[str, Any], path: str, body: Any) -> None:
-    schema = schemathesis.openapi.from_dict(document)
-    schema.app = app
+def test_bodies_that_are_not_as_described_are_refused_with_an_error_that_is(schema: Any) -> None:
+    """Bytes that are no JSON, and JSON that breaks the document's schema, which lets fields be unknown or null."""
+    operations = [operation for operation in operations_of(schema) if operation.body]
+    assert len(operations) == 4
+    kinds: set[type] = set()
+
+    for operation in operations:
+
+        @hypothesis.given(case=operation.as_strategy(GenerationMode.NEGATIVE))
+        @GENERATION
+        def sent(case: schemathesis.Case) -> None:
+            kinds.add(type(case.body))
+            answer = case.call()
+            # What is too large is wrong as well: 413 comes first.
+            assert answer.status_code in (400, 413), answer.text
+            error = answer.json()["error"]
+            assert (error["type"], error.keys()) == ("invalid_request_error", {"message", "type", "param", "code"})
+            assert error["message"]
+            case.validate_response(answer, checks=list(CHECKED))
+
+        sent()
+    assert {bytes, dict} <= kinds
+
+
+@pytest.mark.parametrize(("path", "body"), list(BODIES.items()))
+def test_nor_does_it_in_streams(schema: Any, path: str, body: Any) -> None:
     # By chance alone it writes no body that is answered with a stream.
     case = schema[path]["POST"].Case(body=body | {"stream": True}, media_type="application/json")
     answer = case.call()
     assert answer.headers["content-type"][0].startswith("text/event-stream")
     case.validate_response(answer, checks=list(CHECKED))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "part"),
+    [
+        *(
+            (path, body, part)
+            for path, body in BODIES.items()
+            for part in (None, "response_format", "structured_outputs", "stream_options")
+        ),
+        ("/tokenize", {"prompt": "a"}, None),
+        ("/detokenize", {"tokens": [5]}, None),
+    ],
+)
+def test_no_field_takes_a_value_that_the_document_refuses(
+    client: TestClient, document: dict[str, Any], path: str, body: dict[str, Any], part: str | None
+) -> None:
+    """By turns and not by chance: every field, by itself, with values of every kind."""
+    reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    validator = Draft202012Validator({**reference, "components": document["components"]})
+    schema = _resolved(document, reference)
+    fields = schema["properties"] if part is None else _resolved(document, schema["properties"][part]["anyOf"][0])["properties"]
+    taken = []
+    for field, value in itertools.product(fields, VALUES):
+        changed = {**body, **({field: value} if part is None else {part: {field: value}})}
+        if not validator.is_valid(changed) and client.post(path, json=changed).status_code != 400:
+            taken.append((field, value))
+    assert taken == []
+
+
+def _resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """What a reference stands for."""
+    found: dict[str, Any] = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return found
 
 
 def _bound(body: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,17 @@ def page(browser: Chrome) -> Iterator[Page]:
     console_errors(browser), requested_hosts(browser)  # those of the test before
     yield Page(browser)
     browser.execute_script("sessionStorage.clear()")
+
+
+@pytest.mark.parametrize(("is_ci", "outcome"), [(False, pytest.skip.Exception), (True, pytest.fail.Exception)], ids=["elsewhere", "CI"])
+@pytest.mark.parametrize("missing", ["chromium", "chromedriver"])
+def test_a_missing_browser_is_a_reason_to_skip_but_not_in_ci(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str, is_ci: bool, outcome: type[BaseException]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == missing else f"/usr/bin/{name}")
+    monkeypatch.setenv("CI", "true") if is_ci else monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(outcome, match="apt-get install chromium chromium-driver"), chromium(tmp_path):
+        pass
 
 
 def test_an_answer_streams_with_its_marks_and_figures(page: Page) -> None:

@@ -4,7 +4,8 @@ Definitions.  TTFT: from sending a request to its first text.  TPOT, per token: 
 tokens behind the first.  ITL, per chunk: between two chunks with text; under speculation a chunk holds several tokens, so it is longer than
 TPOT.  E2E: from sending to the end of the stream.  Acceptance length: 1 + accepted / drafts, acceptance rate: accepted / drafted tokens,
 from what the server's counters grew by in the level.  Cached prompt: the part of the prompt tokens that the server had in its cache by its
-own account; prompts repeat, in a level and from one to the next, so most of them are there unless the cache is off.
+own account; prompts repeat, in a level and from one to the next, so most of them are there unless the cache is off.  Baseline: a level's
+requests once more without speculation; the way that comes first changes from level to level, as a machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from domino_deploy.bench.client import Answer, Client, Clock
-from domino_deploy.errors import OutOfRangeError
+from domino_deploy.errors import MeasurementError, OutOfRangeError
 from domino_deploy.runtime.sampling import SamplingParams
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 PERCENTILES = (50, 90, 99)
 LONGEST_TIMEOUT_SECONDS = 24 * 60 * 60  # sockets cannot wait for any number of seconds
+PLAINLY = {"speculative": False}  # asks a domino-deploy server for decoding without speculation
 _DRAFTS = "vllm:spec_decode_num_drafts_total"
 _DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
@@ -47,6 +49,7 @@ class LoadSettings:
         seed: of the sampling and of the order of prompts, the same in every level.
         is_raw: prompts as they are, to /v1/completions; else one user message each, to /v1/chat/completions.
         is_plain: ask a domino-deploy server for decoding without speculation.
+        has_baseline: every level both ways, with speculation and without it; `is_plain` is of no matter then.
         timeout_seconds: for every wait for more of an answer.
     """
 
@@ -59,6 +62,7 @@ class LoadSettings:
     seed: int = 0
     is_raw: bool = False
     is_plain: bool = False
+    has_baseline: bool = False
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -92,7 +96,7 @@ class LoadSettings:
             "seed": self.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **({"speculative": False} if self.is_plain else {}),
+            **(PLAINLY if self.is_plain and not self.has_baseline else {}),
         }
 
     def to_dict(self) -> dict[str, object]:
@@ -125,7 +129,7 @@ class Level:
 
     completion_tokens, prompt_tokens: of the requests that succeeded, None if one of them came without; cached_tokens: None if all did;
     errors: failed requests by what went wrong; messages: of each such kind the server's first words, if it had any;
-    speculation: None for a server without these counters.
+    speculation: None for a server without these counters; is_baseline: without speculation, for the level of the same concurrency.
     """
 
     concurrency: int
@@ -141,6 +145,7 @@ class Level:
     chunk_gap_ms: Mapping[int, float] | None
     total_ms: Mapping[int, float] | None
     speculation: Speculation | None
+    is_baseline: bool = False
 
     @property
     def succeeded(self) -> int:
@@ -172,21 +177,36 @@ def run(
     clock: Clock = time.perf_counter,
     on_level: Callable[[int], None] = lambda concurrency: None,
 ) -> list[Level]:
-    """Every level, in the order given, each with the same requests; `on_level` is told each before it begins."""
+    """Every level, in the order given, each with the same requests; `on_level` is told each before it begins.
+
+    Raises:
+        MeasurementError: the server drafted where a baseline asked it not to.
+    """
     ordered = list(prompts)
     random.Random(settings.seed).shuffle(ordered)
     bodies = [settings.body(model, prompt) for prompt in itertools.islice(itertools.cycle(ordered), settings.requests)]
     warm_up = list(itertools.islice(itertools.cycle(bodies), settings.warm_up_requests))
+    if settings.has_baseline:
+        # The way that comes first must not fill the cache of prompts for the other.
+        warm_up += [{**body, "max_tokens": 1} for body in bodies[: len(ordered)]]
     if warm_up:
         send(client, settings.path, warm_up, concurrency=min(len(warm_up), max(settings.concurrency)))
     levels = []
-    for concurrency in settings.concurrency:
-        on_level(concurrency)
-        before, started = client.metrics(), clock()
-        answers = send(client, settings.path, bodies, concurrency=concurrency)
-        seconds = clock() - started
-        after = None if before is None else client.metrics()
-        levels.append(level(concurrency, answers, seconds, speculation=speculation_since(before, after)))
+    for index, concurrency in enumerate(settings.concurrency):
+        for is_baseline in (index % 2 == 0, index % 2 == 1) if settings.has_baseline else (False,):
+            on_level(concurrency)
+            before, started = client.metrics(), clock()
+            asked = [{**body, **PLAINLY} for body in bodies] if is_baseline else bodies
+            answers = send(client, settings.path, asked, concurrency=concurrency)
+            seconds = clock() - started
+            after = None if before is None else client.metrics()
+            found = level(concurrency, answers, seconds, speculation=speculation_since(before, after), is_baseline=is_baseline)
+            if is_baseline and found.speculation is not None and found.speculation.drafts:
+                raise MeasurementError(
+                    "Expected a server that decodes plainly where a request says speculative: false, found that it drafted "
+                    f"{found.speculation.drafted} tokens. Drop --baseline, and leave the server to this measurement alone."
+                )
+            levels.append(found)
     return levels
 
 
@@ -196,7 +216,9 @@ def send(client: Client, path: str, bodies: Sequence[Mapping[str, object]], *, c
         return list(threads.map(lambda body: client.stream(path, body), bodies))
 
 
-def level(concurrency: int, answers: Sequence[Answer], seconds: float, *, speculation: Speculation | None) -> Level:
+def level(
+    concurrency: int, answers: Sequence[Answer], seconds: float, *, speculation: Speculation | None, is_baseline: bool = False
+) -> Level:
     """The figures of one level's answers."""
     good = [answer for answer in answers if answer.error is None]
     said = [(answer.error, answer.message) for answer in reversed(answers)]  # the first of a kind is the last to be kept
@@ -216,6 +238,7 @@ def level(concurrency: int, answers: Sequence[Answer], seconds: float, *, specul
         chunk_gap_ms=_percentiles([gap for answer in good for gap in answer.chunk_gaps_ms]),
         total_ms=_percentiles([answer.total_ms for answer in good]),
         speculation=speculation,
+        is_baseline=is_baseline,
     )
 
 

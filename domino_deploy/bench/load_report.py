@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,6 +15,7 @@ from domino_deploy.errors import one_line
 _SHOWN = "/".join(f"p{percentile}" for percentile in PERCENTILES)
 _THROUGHPUT_COLUMNS = ("concurrency", "requests", "failed", "output tok/s", "requests/s", "acceptance length", "acceptance rate")
 _FAILED_COLUMNS = ("concurrency", "requests", "kind", "found", "the server's words")
+_RATIO_COLUMNS = ("concurrency", "plain output tok/s", "output tok/s", "ratio")
 _LATENCIES = ("TTFT ms", "TPOT ms per token", "ITL ms per chunk", "E2E ms")
 _LATENCY_COLUMNS = ("concurrency", "cached prompt", *(f"{name}, {_SHOWN}" for name in _LATENCIES))
 
@@ -33,6 +35,7 @@ class LoadReport:
         """JSON values."""
         return {
             "levels": [_figures(level) for level in self.levels],
+            "against_plain": [{"concurrency": plain.concurrency, "ratio": ratio(plain, ours)} for plain, ours in pairs(self.levels)],
             "url": self.url,
             "model": self.model,
             "client_machine": asdict(self.machine),
@@ -41,10 +44,26 @@ class LoadReport:
         }
 
 
+def pairs(levels: Sequence[Level]) -> Iterator[tuple[Level, Level]]:
+    """Each baseline and the level it belongs to, which stand side by side in either order."""
+    for one, other in itertools.pairwise(levels):
+        if one.concurrency == other.concurrency and one.is_baseline != other.is_baseline:
+            yield (one, other) if one.is_baseline else (other, one)
+
+
+def ratio(plain: Level, ours: Level) -> float | None:
+    """Output tokens per second of a level to those of its baseline; None where one was not measured."""
+    rate, plain_rate = ours.tokens_per_second, plain.tokens_per_second
+    return None if rate is None or plain_rate is None else rate / plain_rate
+
+
 def load_tables(levels: Sequence[Level]) -> Iterator[Table]:
-    """Throughput and latency, a row per level; failed requests, if there are any, a row for each kind of each level."""
+    """Throughput and latency, a row per level; ratios to baselines, and failed requests of each kind and level, where there are any."""
     yield Table(title="Throughput", columns=_THROUGHPUT_COLUMNS, rows=tuple(map(_throughput, levels)))
     yield Table(title="Latency", columns=_LATENCY_COLUMNS, rows=tuple(map(_latency, levels)))
+    compared = tuple(_compared(plain, ours) for plain, ours in pairs(levels))
+    if compared:
+        yield Table(title="Against plain decoding", columns=_RATIO_COLUMNS, rows=compared)
     failed = tuple(_failed(levels))
     if failed:
         yield Table(title="Failed requests", columns=_FAILED_COLUMNS, rows=failed)
@@ -59,6 +78,8 @@ def load_footnotes(report: LoadReport) -> Iterator[str]:
         "cached prompt is the part of the prompt tokens that the server found in its cache, which makes TTFT shorter: "
         "prompts repeat, in a level and from one to the next"
     )
+    if any(level.is_baseline for level in report.levels):
+        yield "plain: the same requests with speculative: false, right before or behind the others; the ratio has no interval"
     yield "TPOT is per token, (last text - first text) / (tokens - 1); ITL is per chunk, and with speculation a chunk holds several tokens"
     yield f"command: {report.command}"
 
@@ -78,13 +99,22 @@ def error_advice(levels: Sequence[Level]) -> str:
 def _failed(levels: Sequence[Level]) -> Iterator[Cells]:
     for level in levels:
         for kind, count in level.errors.items():
-            yield str(level.concurrency), str(count), kind, failures.words(kind), level.messages.get(kind, NOT_MEASURED)
+            yield _name(level), str(count), kind, failures.words(kind), level.messages.get(kind, NOT_MEASURED)
+
+
+def _compared(plain: Level, ours: Level) -> Cells:
+    return str(ours.concurrency), number(plain.tokens_per_second, 1), number(ours.tokens_per_second, 1), number(ratio(plain, ours))
+
+
+def _name(level: Level) -> str:
+    return f"{level.concurrency} plain" if level.is_baseline else str(level.concurrency)
 
 
 def _figures(level: Level) -> dict[str, object]:
     speculation = level.speculation
     return {
         "concurrency": level.concurrency,
+        "is_baseline": level.is_baseline,
         "requests": level.requests,
         "succeeded": level.succeeded,
         "errors": dict(level.errors),
@@ -108,7 +138,7 @@ def _figures(level: Level) -> dict[str, object]:
 def _throughput(level: Level) -> Cells:
     speculation = level.speculation
     return (
-        str(level.concurrency),
+        _name(level),
         str(level.requests),
         str(level.requests - level.succeeded),
         number(level.tokens_per_second, 1),
@@ -120,7 +150,7 @@ def _throughput(level: Level) -> Cells:
 
 def _latency(level: Level) -> Cells:
     return (
-        str(level.concurrency),
+        _name(level),
         percent(level.cached_share),
         *(_percentiles(values) for values in (level.first_text_ms, level.token_ms, level.chunk_gap_ms, level.total_ms)),
     )

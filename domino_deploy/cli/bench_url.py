@@ -54,13 +54,18 @@ _URL_OPTIONS = (
     click.option("--api-key", envvar=["DOMINO_DEPLOY_BENCH_API_KEY", "OPENAI_API_KEY"], help="With --url: the server's key."),
     click.option("--plain", is_flag=True, help="With --url: ask a domino-deploy server to decode without speculation."),
     click.option(
+        "--baseline",
+        is_flag=True,
+        help="With --url: ask a domino-deploy server for every level without speculation too, for their ratio.",
+    ),
+    click.option(
         "--timeout",
         type=FiniteRange(min=0, max=LONGEST_TIMEOUT_SECONDS, min_open=True),
         default=_DEFAULT.timeout_seconds,
         help="With --url: longest wait for more of an answer, seconds.",
     ),
 )
-_ONLY_BY_URL = {"concurrency", "requests", "warm_up", "model", "api_key", "plain", "timeout"}
+_ONLY_BY_URL = {"concurrency", "requests", "warm_up", "model", "api_key", "plain", "baseline", "timeout"}
 _ONLY_IN_PROCESS = {
     "num_speculative_tokens", "drafter", "no_prompt_lookup", "backend", "provider", "max_model_len", "threads",
 }  # fmt: skip
@@ -93,6 +98,8 @@ def check_flags(ctx: click.Context) -> None:
     if typed:
         what = "a server (--url): its own flags decide these" if url is not None else "a bundle: these are for a server (--url)"
         raise click.UsageError(f"Expected no {', '.join(typed)} when measuring {what}. Drop them.")
+    if ctx.params["plain"] and ctx.params["baseline"]:
+        raise click.UsageError("Expected at most one of --plain and --baseline, which measures both ways, found both. Drop one.")
 
 
 def bench_url(ctx: click.Context) -> None:
@@ -113,6 +120,7 @@ def bench_url(ctx: click.Context) -> None:
         seed=given["seed"],
         is_raw=given["raw"],
         is_plain=given["plain"],
+        has_baseline=given["baseline"],
         timeout_seconds=given["timeout"],
     )
     client = Client(given["url"], api_key=given["api_key"] or "", timeout_seconds=settings.timeout_seconds)

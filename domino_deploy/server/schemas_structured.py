@@ -91,9 +91,12 @@ class StructuredOutputs(Body):
 
 
 def _none_if_without_form(found: object) -> object:
-    # Of unknown keys, one may be a slip: these are not taken for nothing.
+    # Of unknown keys, one may be a slip: these are not taken for nothing. Nor is false, where it is of the wrong type.
     known = {*StructuredOutputs.names(), *StructuredOutputs.not_honoured}
-    is_empty = isinstance(found, dict) and all(name in known and (value is None or value is False) for name, value in found.items())
+    may_be_false = known - {"json", "regex", "choice"}
+    is_empty = isinstance(found, dict) and all(
+        (value is None and name in known) or (value is False and name in may_be_false) for name, value in found.items()
+    )
     return None if is_empty else found
 
 

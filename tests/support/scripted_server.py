@@ -35,9 +35,16 @@ class ScriptedServer:
     """Gives the streams it is told, one after another and then the last one always; keeps what it was asked.
 
     stream: pieces of the body, strings or bytes, and seconds to wait; or a whole response; or what makes one of the request's JSON.
+    ignores_wishes: `speculative: false` changes nothing.
     """
 
-    def __init__(self, *streams: Script | Callable[[dict[str, Any]], Script], has_metrics: bool = True, api_key: str = KEY) -> None:
+    def __init__(
+        self,
+        *streams: Script | Callable[[dict[str, Any]], Script],
+        has_metrics: bool = True,
+        api_key: str = KEY,
+        ignores_wishes: bool = False,
+    ) -> None:
         self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.in_flight = self.most_in_flight = 0
@@ -45,6 +52,7 @@ class ScriptedServer:
         self._streams = list(streams)
         self._has_metrics = has_metrics
         self._api_key = api_key
+        self._ignores_wishes = ignores_wishes
         self._lock = threading.Lock()
 
     @contextmanager
@@ -64,14 +72,16 @@ class ScriptedServer:
         return JSONResponse({"data": [{"id": "tiny"}, {"id": "other"}]})
 
     async def _metrics(self, request: Request) -> Response:
-        """Each answer is four cycles that drafted three tokens and had two accepted, 12 tokens, over two engines' labels."""
+        """Each answer is 12 tokens, over two engines' labels: four cycles that drafted three and had two accepted, if not asked not to."""
         if not self._has_metrics:
             return PlainTextResponse("none", status_code=404)
         lines = ["# TYPE vllm:spec_decode_num_drafts counter", "some words"]
         counters = {"spec_decode_num_drafts": 4, "spec_decode_num_draft_tokens": 12, "spec_decode_num_accepted_tokens": 8}
-        for name, each in (counters | {"generation_tokens": 12}).items():
+        drafted_answers = sum(body.get("speculative") is not False or self._ignores_wishes for body in self.asked)
+        counted = {name: each * drafted_answers for name, each in counters.items()} | {"generation_tokens": 12 * len(self.asked)}
+        for name, total in counted.items():
             for engine in (0, 1):
-                lines.append(f'vllm:{name}_total{{engine="{engine}"}} {100.0 + each * len(self.asked) / 2}')
+                lines.append(f'vllm:{name}_total{{engine="{engine}"}} {100.0 + total / 2}')
         return PlainTextResponse("\n".join(lines))
 
     async def _complete(self, request: Request) -> Response:
