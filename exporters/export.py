@@ -20,7 +20,7 @@ from domino_deploy.checkpoint import GENERATION_CONFIG, Checkpoint, open_drafter
 from domino_deploy.checkpoint_text import chat_template, check_tokenizer, special_tokens, tokenizer_file
 from domino_deploy.config import DrafterConfig, TargetConfig
 from domino_deploy.config_json import to_json
-from domino_deploy.errors import ExportError, VerificationError
+from domino_deploy.errors import CheckpointError, ExportError, VerificationError, listed
 from domino_deploy.exporters import verify as verification
 from domino_deploy.exporters.draft_vocab import write_draft_vocab
 from domino_deploy.exporters.lm_head import backbone_trunk, lm_head, target_trunk
@@ -49,6 +49,7 @@ from domino_deploy.signature import (
     target_signature,
     target_trunk_signature,
 )
+from domino_deploy.template_variables import TRAINED_WITH, variable_problems
 
 Progress = Callable[[str], None]
 
@@ -102,6 +103,8 @@ def export_bundle(
         }
         target_config, drafter_config = (source.config for source in sources.values())
         pairing = check_pairing(target_config, drafter_config)
+        if options.trained_with is None:
+            _check_variables(sources[bundle.DRAFTER_FOLDER])
         check_request(options, target_config, drafter_config, verify=verify, num_layers=num_layers)
         form = graph_form(options)
         check_tokenizer(sources[bundle.TARGET_FOLDER].folder, target_config.vocab_size)
@@ -146,6 +149,13 @@ def _models(sources: Mapping[str, Checkpoint[Any]]) -> tuple[TargetModel, Drafte
     return load_target(target, tapped_layers=drafter.config.target_layer_ids), load_drafter(drafter)
 
 
+def _check_variables(drafter: Checkpoint[DrafterConfig]) -> None:
+    problems = variable_problems(drafter.raw_config.get(TRAINED_WITH) or {})
+    if problems:
+        where = f"{drafter.folder / bundle.CONFIG}: {TRAINED_WITH} cannot be used"
+        raise CheckpointError(listed(where, problems, "Say by --drafter-chat-template-kwargs what it was trained with."))
+
+
 def _copy_text(source: Path, folder: Path) -> None:
     shutil.copyfile(tokenizer_file(source), folder / bundle.TOKENIZER)
     template = chat_template(source)
@@ -160,7 +170,8 @@ def _place_weights(sources: dict[str, Checkpoint[Any]], folder: Path, options: E
         inside = folder / name
         inside.mkdir()
         stored[name] = write_weights(source, inside, options.precision, options.placement)
-        _copy_config(source, inside, options.precision)
+        trained_with = options.trained_with if name == bundle.DRAFTER_FOLDER else None
+        _copy_config(source, inside, options.precision, trained_with)
     if options.draft_vocab is not None:
         file = folder / bundle.DRAFTER_FOLDER / bundle.DRAFT_VOCAB
         target, drafter = sources.values()
@@ -169,8 +180,10 @@ def _place_weights(sources: dict[str, Checkpoint[Any]], folder: Path, options: E
     return stored
 
 
-def _copy_config(source: Checkpoint[Any], folder: Path, precision: Precision) -> None:
+def _copy_config(source: Checkpoint[Any], folder: Path, precision: Precision, trained_with: Mapping[str, Any] | None) -> None:
     raw = {name: value for name, value in source.raw_config.items() if name != "torch_dtype"}
+    if trained_with is not None:
+        raw[TRAINED_WITH] = dict(trained_with)
     part = precision.target if folder.name == bundle.TARGET_FOLDER else precision.drafter
     raw["dtype"] = str(part.activations)
     if precision.is_quantised:  # other tools must not take such a folder for a plain checkpoint

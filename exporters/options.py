@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from domino_deploy.config import DrafterConfig, TargetConfig
-from domino_deploy.errors import RequestError
+from domino_deploy.errors import RequestError, listed
 from domino_deploy.exporters.onnx_from_head import check_candidate_pool
 from domino_deploy.exporters.placement import Placement
 from domino_deploy.exporters.verify_layers import check_layers
 from domino_deploy.precision import Precision
 from domino_deploy.signature import GraphForm
+from domino_deploy.template_variables import variable_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class ExportOptions:
         candidate_pool: tokens per position that the correction looks at, those with the highest base logits; 0 for all.
         certified_pool: fall back to the full vocabulary wherever the pool's choice is not certain.
         draft_vocab: token ids that the drafter may propose, rising (draft_vocab.py); None for all.
+        trained_with: variables of the chat template that the drafter was trained with; None for what its config.json says.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -33,6 +37,12 @@ class ExportOptions:
     candidate_pool: int = 0
     certified_pool: bool = False
     draft_vocab: tuple[int, ...] | None = None
+    trained_with: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        problems = variable_problems(self.trained_with or {})
+        if problems:
+            raise RequestError(listed("Variables that a drafter was trained with cannot be these", problems, "Correct or leave them out."))
 
 
 def graph_form(options: ExportOptions) -> GraphForm:

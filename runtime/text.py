@@ -14,6 +14,7 @@ from domino_deploy.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle
 from domino_deploy.checkpoint_text import misfit_of
 from domino_deploy.errors import BundleError, MissingDependencyError, RequestError
 from domino_deploy.runtime.chat_template import ChatTemplate
+from domino_deploy.template_variables import trained_with
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,6 +36,7 @@ class Tokenizer:
         tokenizer_file: the `tokenizer.json`.
         chat_template: source of the Jinja template, or None.
         special_tokens: what the template may name, `bos_token` and the like.
+        template_variables: further ones that it gets where nobody says otherwise.
 
     Raises:
         MissingDependencyError: the package tokenizers is not installed.
@@ -42,10 +44,16 @@ class Tokenizer:
     """
 
     def __init__(
-        self, tokenizer_file: Path, *, chat_template: str | None = None, special_tokens: Mapping[str, str | None] | None = None
+        self,
+        tokenizer_file: Path,
+        *,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str | None] | None = None,
+        template_variables: Mapping[str, object] | None = None,
     ) -> None:
         self._tokenizer = _load(tokenizer_file)
         self._template_source = chat_template
+        self.template_variables = dict(template_variables or {})
         # One that the target lacks is undefined in the template, as in transformers, not None.
         self._special_tokens = {name: token for name, token in (special_tokens or {}).items() if token is not None}
 
@@ -102,13 +110,13 @@ class Tokenizer:
         Args:
             messages: with `role` and `content` each.
             add_generation_prompt: end where the assistant begins.
-            variables: further ones that the template knows, such as `enable_thinking` of Qwen3's.
+            variables: further ones that the template knows, such as `enable_thinking` of Qwen3's; they win over the tokenizer's own.
 
         Raises:
             RequestError: there is no template, or it refuses these messages.
         """
         given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        return self._template.render({**(variables or {}), **self._special_tokens, **given})
+        return self._template.render({**self.template_variables, **(variables or {}), **self._special_tokens, **given})
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -120,7 +128,7 @@ class Tokenizer:
 
 
 def bundle_tokenizer(bundle: Bundle) -> Tokenizer:
-    """The target's tokenizer and chat template, as the bundle has them.
+    """The target's tokenizer and chat template, as the bundle has them; the template gets what the drafter was trained with.
 
     Raises:
         BundleError: one of them cannot be read, or the tokenizer knows a token that the target has no row for.
@@ -130,7 +138,12 @@ def bundle_tokenizer(bundle: Bundle) -> Tokenizer:
         source = template.read_text(encoding="utf-8") if template.is_file() else None
     except UnicodeDecodeError as error:
         raise BundleError(f"{template}: expected text in UTF-8, found: {error}. Export the bundle again.") from error
-    tokenizer = Tokenizer(bundle.path / TOKENIZER, chat_template=source, special_tokens=bundle.manifest.special_tokens)
+    tokenizer = Tokenizer(
+        bundle.path / TOKENIZER,
+        chat_template=source,
+        special_tokens=bundle.manifest.special_tokens,
+        template_variables=trained_with(bundle),
+    )
     misfit = misfit_of(tokenizer.ids(), bundle.target.vocab_size)
     if misfit is not None:
         raise BundleError(

@@ -18,7 +18,7 @@ PACKAGE_DIR: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text(
 BASE = {"errors", "config", "precision", "signature", "__version__"}
 CHECKPOINT = {"checkpoint", "checkpoint_config", "checkpoint_drafter", "checkpoint_source", "checkpoint_tensors", "checkpoint_text"}
 READERS = {"config_fields", "safetensors_header", "strict_json"}
-FILES = BASE | CHECKPOINT | READERS | {"aside", "bundle", "config_json", "pairing", "stored_weights"}
+FILES = BASE | CHECKPOINT | READERS | {"aside", "bundle", "config_json", "pairing", "stored_weights", "template_variables"}
 ENGINES = {"engine_checks", "engine_choice", "engine_signatures", "engines", "tensorrt_libraries"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__version__": set(),
@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(CHECKPOINT, BASE | READERS | CHECKPOINT),
     "config_json": BASE,
     "bundle": BASE | READERS | CHECKPOINT | {"aside", "config_json"},
+    "template_variables": {"bundle", "errors", "strict_json"},
     "plugins": {"errors"},
     "model": FILES | {"plugins"},
     "engine_signatures": {"config", "signature"},

@@ -76,9 +76,9 @@ def write_prompts(path, count=28):
     return path
 
 
-def run(target_folder, output, work, recipe=RECIPE, *, prompts=None, **options):
+def run(target_folder, output, work, recipe=RECIPE, *, prompts=None, variables=None, **options):
     conversations = read_conversations(prompts) if prompts else []
-    answering = Answering(max_new_tokens=16, batch_size=8)
+    answering = Answering(max_new_tokens=16, batch_size=8, template_variables=variables or {})
     return train_from_prompts(target_folder, conversations, output, work=work, recipe=recipe, answering=answering, device="cpu", **options)
 
 
@@ -326,6 +326,19 @@ def test_responses_of_another_target_are_not_taken(target_folder, tmp_path, work
     with pytest.raises(TrainingError, match="made for something else"):
         run(other, tmp_path / "out", work, prompts=write_prompts(tmp_path / "p.jsonl"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_says_what_its_prompts_were_rendered_with(target_folder, tmp_path):
+    work, prompts, short = tmp_path / "work", write_prompts(tmp_path / "p.jsonl"), dataclasses.replace(RECIPE, steps=2)
+    calm = {"enable_thinking": False}
+    with pytest.raises(TrainingError, match="tools: not a variable"):
+        run(target_folder, tmp_path / "out", work, short, prompts=prompts, variables={"tools": 1})
+    run(target_folder, tmp_path / "first", work, short, prompts=prompts, variables=calm)
+    run(target_folder, tmp_path / "second", work, short)  # the work folder notes it
+    for name in ("first", "second"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["chat_template_kwargs"] == calm
+    with pytest.raises(TrainingError, match="chat_template_kwargs: expected null, found"):
+        run(target_folder, tmp_path / "third", work, short, prompts=prompts)
 
 
 def test_samples_with_the_mask_token_or_foreign_tokens_are_named(target_folder, tmp_path, work):

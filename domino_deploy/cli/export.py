@@ -9,7 +9,7 @@ import click
 from domino_deploy.bundle import Bundle
 from domino_deploy.checkpoint import open_drafter, open_target
 from domino_deploy.cli.command import Command
-from domino_deploy.cli.console import as_bytes, progress
+from domino_deploy.cli.console import as_bytes, json_flag, progress
 from domino_deploy.cli.extras import needs
 from domino_deploy.cli.ranges import AT_LEAST_0, AT_LEAST_1
 from domino_deploy.precision import BLOCK_SIZES, Dtype, Precision
@@ -55,6 +55,12 @@ _DTYPES = [str(dtype) for dtype in Dtype]
     help="Text, JSON lines or a work folder of regenerate whose tokens are counted; or, without SIZE, a JSON list of token ids.",
 )
 @click.option(
+    "--drafter-chat-template-kwargs",
+    metavar="JSON",
+    help="Variables of the chat template that the drafter was trained with, which prompts get by default: "
+    "'{\"enable_thinking\": false}'. [default: what its config.json says]",
+)
+@click.option(
     "--weights",
     type=click.Choice(["link", "copy"]),
     default="link",
@@ -87,6 +93,7 @@ def export(
     certified_pool: bool,
     draft_vocab: int | None,
     draft_vocab_from: Path | None,
+    drafter_chat_template_kwargs: str | None,
     weights: str,
     skip_verification: bool,
     num_layers: int | None,
@@ -119,6 +126,9 @@ def export(
         candidate_pool=candidate_pool,
         certified_pool=certified_pool,
         draft_vocab=draft_vocab_of(target, target_revision, draft_vocab, draft_vocab_from),
+        trained_with=None
+        if drafter_chat_template_kwargs is None
+        else json_flag(drafter_chat_template_kwargs, "--drafter-chat-template-kwargs"),
     )
     if dry_run:
         drafter, whole = open_drafter(ckpt, revision=revision), open_target(target, revision=target_revision)

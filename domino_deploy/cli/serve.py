@@ -33,6 +33,7 @@ from domino_deploy.runtime.session import Backend, DrafterChoice, Provider
 from domino_deploy.server.logs import LogFormat, configure_logging
 from domino_deploy.server.sampling_defaults import GenerationConfig, described, sampling_defaults
 from domino_deploy.server.settings import ServerSettings, StatisticsLevel
+from domino_deploy.template_variables import differing, shown, trained_with
 
 _LOG = logging.getLogger(__name__)
 _NGRAM = "ngram"  # vLLM's word for prompt lookup
@@ -62,7 +63,10 @@ def serve(ctx: click.Context, *, bundle: Path, **flags: Any) -> None:
     check_provider(backend, provider)
     opened = open_bundle(bundle)
     settings = replace(settings, sampling=sampling_defaults(opened, GenerationConfig(flags["generation_config"]), override))
+    trained = trained_with(opened)
     drafter, num_speculative_tokens = _speculation(ctx, flags, opened)
+    if drafter is DrafterChoice.BUNDLE:
+        settings = replace(settings, trained_with=trained)
     runs_on = f"{backend}, {provider}" if backend is Backend.ORT else str(backend)
     is_together = serves_together(backend, provider)
     context = checked_capacity(opened, backend, flags["max_model_len"], flags["threads"])
@@ -80,7 +84,10 @@ def serve(ctx: click.Context, *, bundle: Path, **flags: Any) -> None:
     configure_logging(log_format, flags["log_level"])
     for sentence in unknown_variables(ctx):
         _LOG.warning(sentence)
-    lines = _plan(opened, context, settings, engine_settings, drafter, runs_on=runs_on, is_together=is_together)
+    variables = {**trained, **settings.chat_template_kwargs}
+    for sentence in differing(settings.trained_with, variables):
+        _LOG.warning("%s; drafts are worse for it. Leave it out of --chat-template-kwargs.", sentence)
+    lines = _plan(opened, context, settings, engine_settings, drafter, variables, runs_on=runs_on, is_together=is_together)
     if ctx.obj is not Verbosity.QUIET:
         click.echo("\n".join(lines))
     if ctx.get_parameter_source("max_num_seqs") is not ParameterSource.DEFAULT:
@@ -189,6 +196,7 @@ def _plan(
     settings: ServerSettings,
     engine: EngineSettings,
     drafter: DrafterChoice,
+    variables: Mapping[str, Any],
     *,
     runs_on: str,
     is_together: bool,
@@ -217,10 +225,11 @@ def _plan(
         "slots": _slots(engine, context, runs_on, is_together=is_together),
         "memory": f"{as_bytes(plan.total)} once all slots are full: weights {as_bytes(weights)}, caches {as_bytes(caches)}",
         "sampling": f"{described(settings.sampling)}, where a request does not say",
+        "template": f"{shown(variables)}, where a request does not say" if variables else "",
         "access": f"{len(settings.api_keys)} API key(s)" if settings.api_keys else "no API key needed",
     }
     width = max(map(len, lines)) + 2
-    return [f"{name:<{width}}{line}" for name, line in lines.items()]
+    return [f"{name:<{width}}{line}" for name, line in lines.items() if line]
 
 
 def _warn_of_cut(flag: str, asked: int | None, most: int, whose: str) -> None:

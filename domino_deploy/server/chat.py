@@ -17,9 +17,10 @@ from domino_deploy.server.conversation import chat_prompt_ids
 from domino_deploy.server.logprobs import chat_logprobs
 from domino_deploy.server.models import check_model_name
 from domino_deploy.server.schemas_chat import ChatBody
-from domino_deploy.server.state import state_of
+from domino_deploy.server.state import record_of, state_of
 from domino_deploy.server.token_texts import TokenTexts
 from domino_deploy.server.tool_parser import CallArguments, CallStart, Content, Piece, ToolCallParser
+from domino_deploy.template_variables import differing
 
 
 async def chat_completions(request: Request) -> Response:
@@ -37,6 +38,8 @@ async def chat_completions(request: Request) -> Response:
         logprobs=body.wanted_logprobs,
     )
     variables, max_model_len = state.settings.chat_template_kwargs, engine.max_model_len
+    if body.speculative is not False:
+        record_of(request).template_differs = differing(state.settings.trained_with, {**variables, **(body.chat_template_kwargs or {})})
     prompt = await run_in_threadpool(chat_prompt_ids, body, engine.tokenizer, variables, max_model_len=max_model_len)
     check_prompts([prompt], param="messages", max_model_len=engine.max_model_len, vocab_size=engine.bundle.target.vocab_size)
     return await answered(request, body, [prompt], params, ChatForm(body, state.token_texts))

@@ -6,6 +6,7 @@ import json
 import logging
 import logging.config
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -31,14 +32,17 @@ class LogFormat(StrEnum):
 class RequestRecord:
     """What is known about one HTTP request by its end; middleware makes it and fills in the HTTP side, the routes the rest.
 
-    status: None until the answer begins; seconds: from arrival to the last byte; model: the name the client used.
+    arrived: in seconds of `time.monotonic`; status: None until the answer begins; seconds: from arrival to the last byte; model: the name
+    the client used.
     answers: (finish reason, statistics) of each request to the engine that it became (a list of prompts becomes several).
     prompt, answer: texts, for --log-prompts only; is_disconnected: the client left before the end; error: what went wrong, names alone.
+    template_differs: variables of the chat template that the drafter was not trained with, in words.
     """
 
     request_id: str
     method: str = "GET"
     path: str = "/"
+    arrived: float = field(default_factory=time.monotonic)
     status: int | None = None
     seconds: float = 0.0
     model: str | None = None
@@ -48,6 +52,7 @@ class RequestRecord:
     answer: str | None = None
     is_disconnected: bool = False
     error: str | None = None
+    template_differs: list[str] = field(default_factory=list)
 
     @property
     def has_failed(self) -> bool:
@@ -72,6 +77,8 @@ class RequestRecord:
             found |= _answer_fields(self.answers)
         if self.is_disconnected:
             found["client"] = "disconnected"
+        if self.template_differs:
+            found["template_differs"] = "; ".join(self.template_differs)
         found["error"] = self.error
         if with_texts:
             found |= {"prompt": self.prompt, "answer": self.answer}
@@ -79,9 +86,10 @@ class RequestRecord:
 
 
 def log_request(record: RequestRecord, *, with_texts: bool) -> None:
-    """Write the line of one request: an answer that failed is an error, what machines ask all the time is for debugging."""
+    """Write the line of one request: a failure is an error, poor drafts are a warning, what machines ask all the time is for debugging."""
     usual = logging.DEBUG if record.path in _QUIET_PATHS else logging.INFO
-    level = logging.ERROR if record.has_failed else usual
+    warned = logging.WARNING if record.template_differs else usual
+    level = logging.ERROR if record.has_failed else warned
     log_fields(_REQUESTS, level, "request", record.to_fields(with_texts=with_texts))
 
 

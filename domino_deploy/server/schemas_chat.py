@@ -16,8 +16,8 @@ from domino_deploy.server.fields import MAX_TOKENS, NO_LIMIT, GenerationFields, 
 from domino_deploy.server.not_honoured import CHAT_INSTEAD, CHAT_NOT_HONOURED, Neutral
 from domino_deploy.server.problems import Problem, shown
 from domino_deploy.server.schemas_structured import MAX_NAME_CHARACTERS, Name
-from domino_deploy.server.settings import OWN_TEMPLATE_VARIABLES
 from domino_deploy.server.strict_schema import closed
+from domino_deploy.template_variables import OWN_VARIABLES
 
 # Far above what conversations hold, low enough for a template to run through; OpenAI takes 128 tools.
 MAX_MESSAGES = 4096
@@ -213,7 +213,7 @@ class ChatBody(GenerationFields):
         if self.top_logprobs and not self.logprobs:
             yield "top_logprobs", "expected it with logprobs: true only, found it without"
         for name in self.chat_template_kwargs or ():
-            if name in OWN_TEMPLATE_VARIABLES:
+            if name in OWN_VARIABLES:
                 yield f"chat_template_kwargs.{name}", "expected variables of the model's template, found one that the server sets itself"
         yield from self._tool_problems()
 

@@ -12,14 +12,13 @@ from domino_deploy.api_keys import KEY_CHARACTERS, is_key
 from domino_deploy.errors import OutOfRangeError
 from domino_deploy.runtime.sampling import SamplingParams
 from domino_deploy.server.sampling_defaults import OPENAI
+from domino_deploy.template_variables import OWN_VARIABLES
 
 MAX_PORT = 65535
 LEAST_SIZE_BYTES = 1024  # the least that may be set as the limit of bodies or heads
-LONGEST_DRAIN_SECONDS = 24 * 60 * 60  # threads cannot wait for any number of seconds
+LONGEST_DRAIN_SECONDS = 24 * 60 * 60  # a day: more is a slip of the unit
 _ORIGIN = re.compile(r"https?://[^/\s?#]+|\*")
 _HOST_NAME = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]|\*", re.ASCII)
-# What the server itself gives to the chat template, and the template.
-OWN_TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template")
 
 
 class StatisticsLevel(StrEnum):
@@ -41,9 +40,10 @@ class ServerSettings:
     max_body_bytes, max_header_bytes: longest request body and head; head_seconds, body_seconds: how long a client may take to send
     either; send_seconds: how long one may read nothing of what waits for it; request_timeout_seconds: from arrival to the last token,
     None for no limit; keep_alive_seconds: silence in a stream after which a comment is sent; drain_seconds: how long running requests
-    may go on once the server is told to end; statistics_level: as above, one request may ask for less but not for more.
+    may go on once the server is told to end; statistics_level: as above.
     chat_template_kwargs: variables of the chat template where a request sets none of that name; sampling: how tokens are chosen where a
     request does not say, of which the seed, presence and frequency penalties and biases do not count.
+    trained_with: the variables that the drafter in use was trained with, for requests that have others are told in the log.
     has_metrics, has_page: whether `/metrics` and the page at `/` are there; logs_prompts: whether prompts and answers go to the log.
 
     Raises:
@@ -67,6 +67,7 @@ class ServerSettings:
     statistics_level: StatisticsLevel = StatisticsLevel.NONE
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     sampling: SamplingParams = OPENAI
+    trained_with: Mapping[str, Any] = field(default_factory=dict)
     has_metrics: bool = True
     has_page: bool = True
     logs_prompts: bool = False
@@ -96,7 +97,7 @@ class ServerSettings:
         hosts = [name for name in self.allowed_hosts if not _HOST_NAME.fullmatch(name)]
         if hosts:
             problems["allowed_hosts"] = f"must be names without scheme and port (IPv6 in brackets), or *, found {_quoted(hosts)}"
-        own = [name for name in self.chat_template_kwargs if name in OWN_TEMPLATE_VARIABLES]
+        own = [name for name in self.chat_template_kwargs if name in OWN_VARIABLES]
         if own:
             problems["chat_template_kwargs"] = (
                 f"must be variables of the model's template, found {', '.join(own)}, which the server sets itself"

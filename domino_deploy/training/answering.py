@@ -16,6 +16,7 @@ from domino_deploy.config import TargetConfig
 from domino_deploy.errors import TrainingError
 from domino_deploy.model.loading import load_target
 from domino_deploy.runtime.text import Tokenizer
+from domino_deploy.template_variables import TRAINED_WITH
 from domino_deploy.training.answer_options import Answering
 from domino_deploy.training.features import layers_read
 from domino_deploy.training.fingerprint import fingerprint
@@ -120,12 +121,14 @@ def claim_of(checkpoint: Checkpoint[TargetConfig], options: Answering) -> dict[s
     # By name: penalties and biases, which are not applied here, would make other claims than work folders of earlier versions hold.
     drawn = {name: getattr(options.sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     sampling = "greedy" if options.sampling.is_greedy else drawn
-    return {
+    claim = {
         "target": fingerprint(checkpoint),
         "max_new_tokens": options.max_new_tokens,
         "dtype": options.dtype,
         "sampling": sampling,
     }
+    # Left out where there are none, as in work folders of earlier versions.
+    return claim | ({TRAINED_WITH: dict(options.template_variables)} if options.template_variables else {})
 
 
 def stored_layers(target: TargetConfig, num_taps: int, *, soft_labels: bool) -> tuple[int, ...]:

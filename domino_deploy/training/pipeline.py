@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from domino_deploy.config import TargetConfig
 from domino_deploy.errors import TrainingError, listed, shortened
 from domino_deploy.model.loading import load_target
 from domino_deploy.strict_json import read_object
+from domino_deploy.template_variables import TRAINED_WITH, variable_problems
 from domino_deploy.training.answer_options import Answering
 from domino_deploy.training.answering import answer_prompts
 from domino_deploy.training.distributed import World, joined
@@ -59,7 +60,8 @@ def train_from_prompts(
         output: folder of the drafter, made when training is done.
         work: responses, features and the state of the run; an interrupted run goes on from there.
         recipe: shape and course of the run.
-        answering: how prompts are answered; its dtype, taps and share among processes are set here.
+        answering: how prompts are answered; its dtype, taps and share among processes are set here. The variables that prompts were
+            rendered with, its own where the work folder does not note them, go into the drafter's config.json.
         device: auto, cpu or cuda.
         target_revision: of a hub target.
         start: a trained drafter to go on from (folder or hub id); None for the target's own last layers.
@@ -73,6 +75,7 @@ def train_from_prompts(
         CheckpointError: a target, or a drafter to start from, that cannot be used.
     """
     refuse_output(output, work=work, overwrite=overwrite)
+    trained_with = _variables(work, answering)
     checkpoint = open_target(target, revision=target_revision)
     config = drafter_config(checkpoint.config, recipe)
     started = None if start is None else open_drafter(start)
@@ -108,7 +111,19 @@ def train_from_prompts(
                 on_progress=tell,
             )
             made_for = {"target": fingerprint(checkpoint), "start": None if started is None else fingerprint(started)}
-            return train(model, config, corpus, recipe, output, work=work, made_for=made_for, start=started, world=world, on_progress=tell)
+            return train(
+                model,
+                config,
+                corpus,
+                recipe,
+                output,
+                work=work,
+                made_for=made_for,
+                trained_with=trained_with,
+                start=started,
+                world=world,
+                on_progress=tell,
+            )
 
 
 def usable(samples: Sequence[Sample], recipe: Recipe) -> list[int]:
@@ -162,6 +177,16 @@ def _answering(options: Answering, recipe: Recipe, world: World) -> Answering:
         parts=world.size,
         parts_here=world.size,
     )
+
+
+def _variables(work: Path, answering: Answering) -> Mapping[str, object]:
+    """What the chat template got when the prompts were answered, or will get."""
+    noted = read_object(work / CLAIM).get(TRAINED_WITH) if (work / CLAIM).exists() else None
+    found = answering.template_variables if noted is None else noted
+    problems = variable_problems(found)
+    if problems:
+        raise TrainingError(listed("A drafter cannot be trained with these variables of the chat template", problems, "Correct them."))
+    return found
 
 
 def _check_samples(work: Path, stored: StoredSamples, checkpoint: Checkpoint[TargetConfig], recipe: Recipe) -> None:

@@ -21,6 +21,7 @@ from domino_deploy.checkpoint import CONFIG, INDEX, WEIGHTS, load_tensors, open_
 from domino_deploy.config import DrafterConfig, DrafterKind, RopeConfig, RopeType, TargetConfig
 from domino_deploy.errors import CheckpointError, TrainingError, listed, shortened
 from domino_deploy.model.drafter import DrafterModel
+from domino_deploy.template_variables import TRAINED_WITH
 
 MAX_SHARD_BYTES = 5 * 10**9  # as public checkpoints are split
 
@@ -35,6 +36,7 @@ def save_drafter(
     folder: Path,
     *,
     target: TargetConfig | None = None,
+    trained_with: Mapping[str, object] | None = None,
     dtype: torch.dtype = torch.float16,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -45,6 +47,7 @@ def save_drafter(
         scales: [T] rms of each tap; folded into `fc`, so that the checkpoint takes raw features.
         folder: made if it does not exist; without an older checkpoint in it.
         target: gives the ids of bos and eos; None leaves them null.
+        trained_with: variables that the chat template got, for whoever serves the drafter.
         dtype: of the stored tensors: float32, float16 or bfloat16.
         max_shard_bytes: the largest weights file; more is split into several files with an index.  A single tensor is never split.
 
@@ -57,7 +60,8 @@ def save_drafter(
     stored = _stored(drafter, scales, dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(public_config(drafter.config, dtype, target), indent=2) + "\n"
+        config = public_config(drafter.config, dtype, target) | ({TRAINED_WITH: dict(trained_with)} if trained_with else {})
+        text = json.dumps(config, indent=2) + "\n"
         (folder / CONFIG).write_text(text, encoding="utf-8")
         _write_weights(folder, stored, max_shard_bytes)
     except (OSError, SafetensorError) as error:

@@ -53,6 +53,7 @@ def train(
     *,
     work: Path,
     made_for: Mapping[str, Any] | None = None,
+    trained_with: Mapping[str, object] | None = None,
     start: Checkpoint[DrafterConfig] | None = None,
     world: World = ALONE,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -67,6 +68,7 @@ def train(
         output: folder of the drafter; what stands there is replaced at the end.
         work: folder for the state of the run; a state that is there is taken up.
         made_for: what tells this run from others, beside recipe and samples.
+        trained_with: variables that the chat template got, for the drafter's config.json.
         start: a trained drafter to go on from; None for the target's own last layers.
         world: this process among others.
         on_progress: told about every phase.
@@ -84,7 +86,14 @@ def train(
     if world.is_main:
         try:
             with written_aside(output.absolute()) as folder:
-                save_drafter(drafter, corpus.scales, folder, dtype=getattr(torch, recipe.save_dtype), target=target.config)
+                save_drafter(
+                    drafter,
+                    corpus.scales,
+                    folder,
+                    target=target.config,
+                    trained_with=trained_with,
+                    dtype=getattr(torch, recipe.save_dtype),
+                )
                 shutil.copyfile(work / METRICS, folder / METRICS)
                 (folder / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
