@@ -150,7 +150,8 @@ def _models(sources: Mapping[str, Checkpoint[Any]]) -> tuple[TargetModel, Drafte
 
 
 def _check_variables(drafter: Checkpoint[DrafterConfig]) -> None:
-    problems = variable_problems(drafter.raw_config.get(TRAINED_WITH) or {})
+    stated = drafter.raw_config.get(TRAINED_WITH)
+    problems = [] if stated is None else variable_problems(stated)
     if problems:
         where = f"{drafter.folder / bundle.CONFIG}: {TRAINED_WITH} cannot be used"
         raise CheckpointError(listed(where, problems, "Say by --drafter-chat-template-kwargs what it was trained with."))

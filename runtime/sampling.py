@@ -6,8 +6,8 @@ that makes speculative and plain decoding with the same seed the same, token for
 
 from __future__ import annotations
 
-import math
 import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +19,8 @@ from domino_deploy.runtime.protocols import FloatArray
 
 MAX_SEED = 2**64 - 1
 MIN_TEMPERATURE = 0
+MAX_TOP_K = 2**31 - 1  # JSON has no bound for integers, and no vocabulary is larger
+_LARGEST = sys.float_info.max
 TOP_P_RANGE = (0, 1)  # 0 itself keeps no token and is none
 MIN_P_RANGE = (0, 1)
 # These ranges are OpenAI's, but for the repetition penalty, which is transformers' and bounded here: beyond, logits overflow.
@@ -60,16 +62,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         problems = {}
-        if not _is_number(self.temperature) or not (math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE):
-            problems["temperature"] = f"must be a finite number, {MIN_TEMPERATURE} or above, found {self.temperature!r}"
-        if not is_integer(self.top_k) or self.top_k < 0:
-            problems["top_k"] = f"must be an integer, 0 (all tokens) or above, found {self.top_k!r}"
+        if not _is_number(self.temperature) or not MIN_TEMPERATURE <= self.temperature <= _LARGEST:
+            problems["temperature"] = f"must be a finite number, {MIN_TEMPERATURE} or above, found {self.temperature!r:.80}"
+        if not is_integer(self.top_k) or not 0 <= self.top_k <= MAX_TOP_K:
+            problems["top_k"] = f"must be an integer from 0 (all tokens) to {MAX_TOP_K}, found {self.top_k!r:.80}"
         above, most = TOP_P_RANGE
         if not _is_number(self.top_p) or not above < self.top_p <= most:
-            problems["top_p"] = f"must be a number above {above} and at most {most}, found {self.top_p!r}"
+            problems["top_p"] = f"must be a number above {above} and at most {most}, found {self.top_p!r:.80}"
         least, most = MIN_P_RANGE
         if not _is_number(self.min_p) or not least <= self.min_p <= most:
-            problems["min_p"] = f"must be a number from {least} to {most}, found {self.min_p!r}"
+            problems["min_p"] = f"must be a number from {least} to {most}, found {self.min_p!r:.80}"
         if self.seed is not None and (not is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED):
             problems["seed"] = f"must be an integer from 0 to {MAX_SEED}, found {self.seed!r}"
         for name, penalty in (("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)):
@@ -77,7 +79,7 @@ class SamplingParams:
                 problems[name] = f"must be a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, found {penalty!r}"
         if not _is_number(self.repetition_penalty) or not 1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
             problems["repetition_penalty"] = (
-                f"must be a number from {1 / MAX_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}, found {self.repetition_penalty!r}"
+                f"must be a number from {1 / MAX_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}, found {self.repetition_penalty!r:.80}"
             )
         bias_problem = _bias_problem(self.logit_bias)
         if bias_problem is not None:

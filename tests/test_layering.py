@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(CHECKPOINT, BASE | READERS | CHECKPOINT),
     "config_json": BASE,
     "bundle": BASE | READERS | CHECKPOINT | {"aside", "config_json"},
-    "template_variables": {"bundle", "errors", "strict_json"},
+    "template_variables": {"bundle", "config_fields", "errors", "strict_json"},
     "plugins": {"errors"},
     "model": FILES | {"plugins"},
     "engine_signatures": {"config", "signature"},

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from domino_deploy.bundle import Bundle, open_bundle, write_manifest
 from domino_deploy.errors import CheckpointError, RequestError
 from domino_deploy.runtime.sampling import SamplingParams
-from domino_deploy.server.sampling_defaults import OPENAI, GenerationConfig, described, sampling_defaults
+from domino_deploy.server.sampling_defaults import OPENAI, GenerationConfig, checked_override, described, sampling_defaults
 from tests.support.bundles import fill, manifest_of
 from tests.support.fake_engine import ScriptedEngine, client_of
 
@@ -73,6 +73,7 @@ def test_a_file_that_is_not_the_bundles_is_not_read(tmp_path: Path) -> None:
             '{"temperature": -1, "top_p": "0.9"}',
             ("temperature must be", "found -1", "top_p must be", "found '0.9'", "--generation-config none"),
         ),
+        (f'{{"temperature": 1{"0" * 400}, "top_k": 1{"0" * 400}}}', ("temperature must be", "top_k must be")),
         ('{"top_k": 2.5, "repetition_penalty": true}', ("top_k must be", "repetition_penalty must be")),
         ('{"temperature": NaN}', ("valid JSON object",)),
         ("[]", ("JSON object", "list")),
@@ -86,11 +87,18 @@ def test_a_file_that_cannot_be_used_is_refused_but_where_it_does_not_count(tmp_p
     assert sampling_defaults(bundle, NONE, {}) == OPENAI
 
 
-def test_all_that_is_wrong_with_the_operators_fields_is_told(tmp_path: Path) -> None:
+def test_all_that_is_wrong_with_the_operators_fields_is_told() -> None:
     with pytest.raises(RequestError) as caught:
-        sampling_defaults(bundle_with(tmp_path, None), AUTO, {"temperature": float("nan"), "top_p": 0, "max_new_tokens": 5, "seed": 1})
+        checked_override({"temperature": float("nan"), "top_p": 0, "max_new_tokens": 5, "seed": 1})
     told = ("--override-generation-config", "temperature must be", "top_p must be", "max_new_tokens: not one of", "seed: not one of")
     assert all(words in str(caught.value) for words in told)
+
+
+def test_a_flood_of_unknown_fields_is_told_in_a_few_lines() -> None:
+    with pytest.raises(RequestError) as caught:
+        checked_override({f"field{number}": 1 for number in range(1000)} | {"temperature": 10**400})
+    assert len(str(caught.value).splitlines()) < 20
+    assert len(str(caught.value)) < 3000
 
 
 def test_people_are_told_what_is_not_as_openai_has_it() -> None:

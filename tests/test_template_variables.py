@@ -88,7 +88,19 @@ def test_an_export_keeps_what_the_drafter_says_or_takes_what_it_is_told(
 
 @pytest.mark.parametrize(
     ("stated", "told"),
-    [([1], "list"), ({"tools": 1}, "tools: "), ({"a": None, "b": {}}, "b: expected"), ({str(name): 1 for name in range(40)}, "at most 32")],
+    [
+        ([], "list"),
+        (False, "bool"),
+        ([1], "list"),
+        ({"tools": 1}, "tools: "),
+        ({"a": None, "b": {}}, "b: expected"),
+        ({f"a{name}": 1 for name in range(40)}, "at most 32"),
+        ({"bos_token": "x"}, "bos_token: not a variable"),
+        ({"a\n2026-11-30 ERROR forged": 1}, r"'a\n2026-11-30 ERROR forged': expected a name"),
+        ({"": 1, "a b": 1, "\u202e": 1, "a" * 65: 1}, "'\\u202e': expected a name"),
+        ({"a": "x" * 1001}, "a: expected"),
+        ({"a": 10**400}, "a: expected"),
+    ],
 )
 def test_a_drafter_that_says_it_in_another_form_is_refused_with_the_way_around_it(
     pair: tuple[Path, Path], tmp_path: Path, stated: Any, told: str
@@ -104,7 +116,13 @@ def test_the_command_takes_them_and_refuses_others(pair: tuple[Path, Path], tmp_
     from click.testing import CliRunner
 
     command = ["export", "--ckpt", str(pair[0]), "--target", str(pair[1]), "-o", str(tmp_path / "bundle"), "--skip-verification"]
-    for text, told in (("{", "as a JSON object"), ('{"messages": 1}', "messages: ")):
+    for text, told in (
+        ("{", "as a JSON object"),
+        ('{"messages": 1}', "messages: "),
+        ('{"a": NaN}', "NaN"),
+        ('{"a": 1e999}', "a: expected"),
+        ('{"a": 1, "a": 2}', "duplicate"),
+    ):
         done = CliRunner().invoke(main, [*command, "--drafter-chat-template-kwargs", text])
         assert (done.exit_code, told in done.output) == (2, True), done.output
     assert CliRunner().invoke(main, [*command, "--drafter-chat-template-kwargs", json.dumps(CALM)]).exit_code == 0
@@ -181,7 +199,7 @@ def test_without_that_drafter_nothing_differs(engine: ScriptedEngine, caplog: py
     ("flags", "template", "warnings"),
     [
         ([], "enable_thinking false", 0),
-        (["--chat-template-kwargs", '{"enable_thinking": true, "tone": "kind"}'], "enable_thinking true, tone 'kind'", 1),
+        (["--chat-template-kwargs", '{"enable_thinking": true, "tone": "kind"}'], 'enable_thinking true, tone "kind"', 1),
         (["--no-speculation", "--chat-template-kwargs", '{"enable_thinking": true}'], "enable_thinking true", 0),
     ],
 )
@@ -200,6 +218,11 @@ def test_the_start_says_what_templates_get(
 
 
 def test_words_are_short() -> None:
-    assert shown({"enable_thinking": False, "tone": "x" * 100}) == f"enable_thinking false, tone '{'x' * 36}..."
+    assert shown({"enable_thinking": False, "tone": "x" * 100}) == f'enable_thinking false, tone "{"x" * 36}...'
     assert differing(CALM, {}) == []
-    assert differing({"a": 1}, {"a": 2}) == ["a is 2, the drafter was trained with 1"]
+    assert differing({"a": 1, "b": True}, {"a": 2, "b": 1}) == [
+        "a is 2, the drafter was trained with 1",
+        "b is 1, the drafter was trained with true",
+    ]
+    assert differing(CALM, {"enable_thinking": [1] * 10**6}) == ["enable_thinking is a list, the drafter was trained with false"]
+    assert differing(CALM, {"enable_thinking": None}) == ["enable_thinking is null, the drafter was trained with false"]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from domino_deploy.checkpoint import open_drafter, open_target
-from domino_deploy.errors import TrainingError
+from domino_deploy.errors import RequestError, TrainingError
 from domino_deploy.model.loading import load_target
 from domino_deploy.training import trainer
 from domino_deploy.training.answer_options import Answering
@@ -27,7 +27,7 @@ from domino_deploy.training.pipeline import train_from_prompts, usable
 from domino_deploy.training.prompt_file import read_conversations
 from domino_deploy.training.recipe import Recipe
 from domino_deploy.training.samples import Sample
-from domino_deploy.training.store import SampleStore, read_stored
+from domino_deploy.training.store import CLAIM, SampleStore, read_stored
 from tests.support.checkpoints import write_target
 
 RECIPE = Recipe(
@@ -331,14 +331,23 @@ def test_responses_of_another_target_are_not_taken(target_folder, tmp_path, work
 def test_a_drafter_says_what_its_prompts_were_rendered_with(target_folder, tmp_path):
     work, prompts, short = tmp_path / "work", write_prompts(tmp_path / "p.jsonl"), dataclasses.replace(RECIPE, steps=2)
     calm = {"enable_thinking": False}
-    with pytest.raises(TrainingError, match="tools: not a variable"):
-        run(target_folder, tmp_path / "out", work, short, prompts=prompts, variables={"tools": 1})
+    for bad in ({"tools": 1}, {"enable_thinking": None}):
+        with pytest.raises(RequestError, match=next(iter(bad))):
+            Answering(template_variables=bad)
     run(target_folder, tmp_path / "first", work, short, prompts=prompts, variables=calm)
     run(target_folder, tmp_path / "second", work, short)  # the work folder notes it
     for name in ("first", "second"):
         assert json.loads((tmp_path / name / "config.json").read_text())["chat_template_kwargs"] == calm
-    with pytest.raises(TrainingError, match="chat_template_kwargs: expected null, found"):
+    with pytest.raises(TrainingError, match=r"chat_template_kwargs: expected \{\}, found"):
         run(target_folder, tmp_path / "third", work, short, prompts=prompts)
+    with pytest.raises(TrainingError, match=r"template variables .*false}, which its prompts"):
+        run(target_folder, tmp_path / "third", work, short, variables={"enable_thinking": True})
+    note = work / CLAIM
+    note.write_text(json.dumps({name: value for name, value in json.loads(note.read_text()).items() if name != "chat_template_kwargs"}))
+    run(target_folder, tmp_path / "third", work, short, variables=calm)  # a note of an earlier version: it is the caller who knows
+    run(target_folder, tmp_path / "fourth", work, short, prompts=prompts, variables=calm)
+    for name in ("third", "fourth"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["chat_template_kwargs"] == calm
 
 
 def test_samples_with_the_mask_token_or_foreign_tokens_are_named(target_folder, tmp_path, work):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from domino_deploy.errors import RequestError
+from domino_deploy.strict_json import strict_value
 
 if TYPE_CHECKING:
     from domino_deploy.training.progress import Progress as Stage
@@ -165,7 +166,7 @@ def json_flag(text: str, name: str) -> dict[str, Any]:
         RequestError: it is no JSON object.
     """
     try:
-        found = json.loads(text)
+        found = strict_value(text.encode(errors="replace"))  # text of the command line may hold surrogates
     except (ValueError, RecursionError) as error:
         raise RequestError(f"Expected {name} as a JSON object, found {text[:80]!r}: {error}. Correct it.") from error
     if not isinstance(found, dict):

@@ -31,7 +31,7 @@ from domino_deploy.runtime.opening import check_provider, checked_capacity, serv
 from domino_deploy.runtime.prompt_lookup import NGRAM_SIZES
 from domino_deploy.runtime.session import Backend, DrafterChoice, Provider
 from domino_deploy.server.logs import LogFormat, configure_logging
-from domino_deploy.server.sampling_defaults import GenerationConfig, described, sampling_defaults
+from domino_deploy.server.sampling_defaults import GenerationConfig, checked_override, described, sampling_defaults
 from domino_deploy.server.settings import ServerSettings, StatisticsLevel
 from domino_deploy.template_variables import differing, shown, trained_with
 
@@ -58,7 +58,7 @@ def serve(ctx: click.Context, *, bundle: Path, **flags: Any) -> None:
         from domino_deploy.server.run import base_url, bound_socket, run
     # Values are checked before the bundle is opened, the port is taken before the models are loaded: what fails, fails at once.
     settings = _server_settings(flags)
-    override = json_flag(flags["override_generation_config"] or "{}", "--override-generation-config")
+    override = checked_override(json_flag(flags["override_generation_config"] or "{}", "--override-generation-config"))
     backend, provider = Backend(flags["backend"]), Provider(flags["provider"])
     check_provider(backend, provider)
     opened = open_bundle(bundle)

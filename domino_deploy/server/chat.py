@@ -13,7 +13,7 @@ from starlette.routing import Route
 from domino_deploy.runtime.requests import STOP, Output, OutputToken
 from domino_deploy.server.answering import Answer, answered, check_prompts
 from domino_deploy.server.body import read_body
-from domino_deploy.server.conversation import chat_prompt_ids
+from domino_deploy.server.conversation import chat_prompt_ids, variables_of
 from domino_deploy.server.logprobs import chat_logprobs
 from domino_deploy.server.models import check_model_name
 from domino_deploy.server.schemas_chat import ChatBody
@@ -38,10 +38,10 @@ async def chat_completions(request: Request) -> Response:
         logprobs=body.wanted_logprobs,
     )
     variables, max_model_len = state.settings.chat_template_kwargs, engine.max_model_len
-    if body.speculative is not False:
-        record_of(request).template_differs = differing(state.settings.trained_with, {**variables, **(body.chat_template_kwargs or {})})
     prompt = await run_in_threadpool(chat_prompt_ids, body, engine.tokenizer, variables, max_model_len=max_model_len)
     check_prompts([prompt], param="messages", max_model_len=engine.max_model_len, vocab_size=engine.bundle.target.vocab_size)
+    if body.speculative is not False:
+        record_of(request).template_differs = differing(state.settings.trained_with, variables_of(body, variables))
     return await answered(request, body, [prompt], params, ChatForm(body, state.token_texts))
 
 

@@ -28,7 +28,7 @@ def chat_prompt_ids(body: ChatBody, tokenizer: Tokenizer, default_variables: Map
     messages = [_for_template(message) for message in body.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
     has_tools = bool(tools) or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-    variables = {**default_variables, **(body.chat_template_kwargs or {})}
+    variables = variables_of(body, default_variables)
     if has_tools and not knows_tools(tokenizer):
         messages = told_in_words(messages, tools)
     elif tools:
@@ -40,6 +40,11 @@ def chat_prompt_ids(body: ChatBody, tokenizer: Tokenizer, default_variables: Map
         return encoded(text, tokenizer, param="messages", max_model_len=max_model_len, add_special_tokens=has_special)
     except RequestError as error:
         raise ApiError(400, str(error), param="messages") from error
+
+
+def variables_of(body: ChatBody, default_variables: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template gets beside messages and tools, but for what it gets in any case; the request's win."""
+    return {**default_variables, **(body.chat_template_kwargs or {})}
 
 
 def _for_template(message: Message) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class RequestRecord:
     the client used.
     answers: (finish reason, statistics) of each request to the engine that it became (a list of prompts becomes several).
     prompt, answer: texts, for --log-prompts only; is_disconnected: the client left before the end; error: what went wrong, names alone.
-    template_differs: variables of the chat template that the drafter was not trained with, in words.
+    template_differs: variables that the request has otherwise than the drafter was trained with, in words.
     """
 
     request_id: str

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from domino_deploy.errors import RequestError, listed
 from domino_deploy.runtime.sampling import SamplingParams
+from domino_deploy.template_variables import variable_problems
 
 _GREEDY = SamplingParams(seed=0)
 
@@ -19,6 +21,9 @@ class Answering:
     template_variables: what the chat template gets beside the messages, such as Qwen3's `enable_thinking`.
     num_taps: layers whose features are kept, 0 for no features; soft_labels: the last layer's normed output too.
     part of parts: this process's share of the prompts; parts_here: how many of the parts write to this disk.
+
+    Raises:
+        RequestError: template variables that a drafter's config.json could not state.
     """
 
     max_prompt_tokens: int = 200
@@ -32,3 +37,8 @@ class Answering:
     part: int = 0
     parts: int = 1
     parts_here: int = 1
+
+    def __post_init__(self) -> None:
+        problems = variable_problems(self.template_variables)
+        if problems:
+            raise RequestError(listed("Variables of the chat template cannot be these", problems, "Correct or leave them out."))

@@ -121,14 +121,13 @@ def claim_of(checkpoint: Checkpoint[TargetConfig], options: Answering) -> dict[s
     # By name: penalties and biases, which are not applied here, would make other claims than work folders of earlier versions hold.
     drawn = {name: getattr(options.sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     sampling = "greedy" if options.sampling.is_greedy else drawn
-    claim = {
+    return {
         "target": fingerprint(checkpoint),
         "max_new_tokens": options.max_new_tokens,
         "dtype": options.dtype,
         "sampling": sampling,
+        TRAINED_WITH: dict(options.template_variables),
     }
-    # Left out where there are none, as in work folders of earlier versions.
-    return claim | ({TRAINED_WITH: dict(options.template_variables)} if options.template_variables else {})
 
 
 def stored_layers(target: TargetConfig, num_taps: int, *, soft_labels: bool) -> tuple[int, ...]:

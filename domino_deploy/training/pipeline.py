@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,13 +181,20 @@ def _answering(options: Answering, recipe: Recipe, world: World) -> Answering:
 
 
 def _variables(work: Path, answering: Answering) -> Mapping[str, object]:
-    """What the chat template got when the prompts were answered, or will get."""
-    noted = read_object(work / CLAIM).get(TRAINED_WITH) if (work / CLAIM).exists() else None
-    found = answering.template_variables if noted is None else noted
-    problems = variable_problems(found)
+    """What the chat template got when the prompts were answered, or will get; notes of earlier versions do not say it."""
+    given, note = answering.template_variables, work / CLAIM
+    noted = read_object(note).get(TRAINED_WITH) if note.exists() else None
+    if noted is None or noted == given:
+        return given
+    if given:
+        raise TrainingError(
+            f"{work}: expected template variables {json.dumps(noted)}, which its prompts were rendered with, "
+            f"found {json.dumps(dict(given))}. Leave them out, or name another work folder."
+        )
+    problems = variable_problems(noted)
     if problems:
-        raise TrainingError(listed("A drafter cannot be trained with these variables of the chat template", problems, "Correct them."))
-    return found
+        raise TrainingError(listed(f"{note}: {TRAINED_WITH} cannot be used", problems, "Regenerate into another folder."))
+    return dict(noted)
 
 
 def _check_samples(work: Path, stored: StoredSamples, checkpoint: Checkpoint[TargetConfig], recipe: Recipe) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from domino_deploy.errors import TrainingError, listed
+from domino_deploy.template_variables import TRAINED_WITH
 from domino_deploy.training.sample_lines import line_of, read_lines
 from domino_deploy.training.samples import Sample
 from domino_deploy.training.store_files import as_training_error, locked, read_note, write_all, write_note
@@ -242,6 +243,7 @@ def _check_claim(folder: Path, claim: Mapping[str, object]) -> None:
         write_note(path, wanted)
         return
     found = read_note(path)
+    found.setdefault(TRAINED_WITH, wanted.get(TRAINED_WITH))  # notes of earlier versions do not say it
     names = [name for name in (wanted | found) if wanted.get(name) != found.get(name)]
     if names:
         problems = [f"{name}: expected {json.dumps(wanted.get(name))}, found {json.dumps(found.get(name))}" for name in names]
