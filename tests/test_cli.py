@@ -136,6 +136,42 @@ main(["inspect", "x"])
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_in_a_callback_where_python_drops_what_is_raised_ends_it_too(name: str, code: int) -> None:
+    done = python(f"""
+import signal, time, weakref
+from domino_deploy.cli import inspect, main
+class Thing:
+    pass
+def watched(path):
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.{name}))
+    del thing
+    time.sleep(30)
+inspect.describe = watched
+main(["inspect", "x"])
+""")
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (code, "", "Interrupted." if code == 130 else "")
+
+
+def test_another_error_in_a_callback_is_reported_as_ever() -> None:
+    done = python("""
+import weakref
+from domino_deploy.cli import inspect, main
+class Thing:
+    pass
+def watched(path):
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: 1 / 0)
+    del thing
+    return {}
+inspect.describe = watched
+main(["inspect", "x"])
+""")
+    assert done.returncode == 0
+    assert "ZeroDivisionError" in done.stderr
+
+
 def test_a_full_disk_is_a_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("domino_deploy.cli.inspect.describe", Failing(OSError(errno.ENOSPC, "No space left on device", "drafter")))
     done = CliRunner().invoke(main, ["inspect", str(tmp_path)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -36,6 +37,7 @@ COMMANDS = {
 # 128 + the signal, as shells report it
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
+_AGAIN_SECONDS = 0.01
 
 
 class LazyGroup(click.Group):
@@ -74,14 +76,33 @@ class LazyGroup(click.Group):
 
 @contextmanager
 def _termination_unwinds() -> Iterator[None]:
-    """Makes SIGTERM an exit that cleans up on its way, as Ctrl-C does; by default it would leave half a bundle behind."""
+    """Makes SIGTERM an exit that cleans up on its way, as Ctrl-C does; by default it would leave half a bundle behind.
+
+    Python drops what is raised in callbacks of weak references, of which torch's export has many: such a signal is sent once more.
+    """
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_TERMINATED))
+    before, report = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_TERMINATED)), sys.unraisablehook
+
+    def send_again(dropped: sys.UnraisableHookArgs) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            again = signal.SIGINT
+        elif isinstance(dropped.exc_value, SystemExit) and dropped.exc_value.code == _TERMINATED:
+            again = signal.SIGTERM
+        else:
+            report(dropped)
+            return
+        # A little later, when the callback is left.
+        timer = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), again))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = send_again
     try:
         yield
     finally:
+        sys.unraisablehook = report
         signal.signal(signal.SIGTERM, before)
 
 

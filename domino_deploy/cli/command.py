@@ -51,9 +51,13 @@ class Command(click.Command):
                 raise click.UsageError(message, ctx) from error
 
     def _known_elsewhere(self, name: str, typed: Sequence[str]) -> str | None:
-        """The option as it was typed: click cuts -np down to -n, and vLLM takes _ for -."""
-        options = (argument.partition("=")[0].replace("_", "-") for argument in typed if argument.startswith(name))
-        return next((option for option in options if option in self._elsewhere), None)
+        """The option as it was typed: click cuts -np down to -n, and -hf to -f behind our -h; vLLM takes _ for -."""
+        for argument in typed:
+            option = argument.partition("=")[0].replace("_", "-")
+            is_cut = len(name) == 2 and option[:2] != "--" and name[1] in option
+            if option in self._elsewhere and (argument.startswith(name) or is_cut):
+                return option
+        return None
 
     def invoke(self, ctx: click.Context) -> Any:
         with told_to_the_user(ctx):

@@ -53,6 +53,9 @@ VLLM: Table = {
         "none: one process serves on one device"
     ),
     ("--gpu-memory-utilization",): "none: caches take what `--max-num-seqs` and `--max-model-len` ask for",
+    ("--swap-space",): "none: nothing is swapped; requests beyond the slots wait",
+    ("--no-enable-prefix-caching",): "none: always on; `cached_tokens` of an answer's usage says what was found",
+    ("--load-format", "--model-impl", "--limit-mm-per-prompt"): "none: a bundle is loaded in one way, and takes text alone",
 }
 
 LLAMA_SERVER: Table = {
@@ -77,7 +80,10 @@ LLAMA_SERVER: Table = {
     ("--cache-prompt", "-cb", "--jinja"): _ALWAYS,
     ("--ssl-key-file", "--ssl-cert-file"): _TLS,
     ("--api-prefix",): _PREFIX,
-    ("-ngl", "--n-gpu-layers"): "none: `--backend` and `--provider` say what computes",
+    ("-ngl", "--n-gpu-layers", "-dev", "--device", "-fa", "--flash-attn"): "none: `--backend` and `--provider` say what computes",
+    ("-hf", "--hf-repo"): "BUNDLE, made of hub ids by `domino-deploy export`",
+    ("-n", "--n-predict"): "none: each request has its own `max_tokens`",
+    ("-tb", "--threads-batch"): "`--threads`, for prompts and answers alike",
     ("-s",): _SEED,
 }
 

@@ -174,7 +174,11 @@ def _from_vllm(text: str, kind: DrafterKind) -> tuple[DrafterChoice, int | None]
     """vLLM's `--speculative-config`, as far as it says what a bundle does not say already."""
     config = json_flag(text, "--speculative-config")
     known = ("method", "num_speculative_tokens", *_NGRAM_LIMITS)
-    problems = [f"{name}: not a field that is used here" for name in config if name not in known]
+    problems = [
+        f"{name}: {'the drafter is in BUNDLE' if name == 'model' else 'not a field that is used here'}"
+        for name in config
+        if name not in known
+    ]
     method, count = config.get("method", str(kind)), config.get("num_speculative_tokens")
     if method not in (str(kind), _NGRAM):
         problems.append(f"method: expected {kind}, this bundle's drafter, or {_NGRAM}, found {method!r}")
