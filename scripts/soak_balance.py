@@ -108,15 +108,15 @@ def _cache_lines(ledger: Ledger, grown: Mapping[str, float]) -> dict[str, Line]:
 def _speculation_lines(ledger: Ledger, grown: Mapping[str, float]) -> dict[str, Line]:
     """A cycle yields one token at least: a request that was left cannot have had more drafts than tokens to generate."""
     left = sum(request.max_tokens for request in ledger.left)
+    counted = [("drafts", "drafts", left), ("accepted_tokens", "accepted_tokens", left)]
+    # Only whole answers tell the width: without one nothing bounds what was drafted for those that were left.
+    if ledger.finished or not ledger.left:
+        width = max((answer.max_drafts for answer in ledger.finished), default=0)
+        counted.append(("drafted_tokens", "draft_tokens", left * width))
     lines = {}
-    width = max((answer.max_drafts for answer in ledger.finished), default=0)
-    for name, counter, most in (
-        ("drafts", "drafts", left),
-        ("drafted_tokens", "draft_tokens", left * width),
-        ("accepted_tokens", "accepted_tokens", left),
-    ):
+    for name, counter, added in counted:
         told = sum(getattr(answer, name) for answer in ledger.finished)
-        lines[name.replace("_", " ")] = Line(told, grown[f"vllm:spec_decode_num_{counter}_total"], told + most)
+        lines[name.replace("_", " ")] = Line(told, grown[f"vllm:spec_decode_num_{counter}_total"], told + added)
     accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]
     lines["accepted tokens by position"] = Line(accepted, grown["vllm:spec_decode_num_accepted_tokens_per_pos_total"], accepted)
     return lines

@@ -173,20 +173,51 @@ class TestCommand:
             table = bench("--url", url, *flags[:-5], "--requests", "1", "--baseline")
         assert done.exit_code == 0, done.output
         made = json.loads(done.stdout)
-        assert [(level["concurrency"], level["is_baseline"]) for level in made["levels"]] == [(1, True), (1, False), (2, False), (2, True)]
-        assert [level["speculation"]["drafts"] for level in made["levels"]] == [0, 16, 16, 0]
-        assert [pair["concurrency"] for pair in made["against_plain"]] == [1, 2]
+        assert [(level["concurrency"], level["is_baseline"]) for level in made["levels"]] == [(1, True), (1, False), (2, True), (2, False)]
+        assert [level["speculation"]["drafts"] for level in made["levels"]] == [0, 16, 0, 16]
+        assert [(pair["concurrency"], pair["drafting"]) for pair in made["against_plain"]] == [(1, "as asked"), (2, "as asked")]
         rates = [level["output_tokens_per_second"] for level in made["levels"]]
-        assert [pair["ratio"] for pair in made["against_plain"]] == [rates[1] / rates[0], rates[2] / rates[3]]
+        assert [pair["ratio"] for pair in made["against_plain"]] == [rates[1] / rates[0], rates[3] / rates[2]]
         # Every prompt has been asked for before the first level, so that neither way finds more of them cached.
         assert {body["messages"][0]["content"] for body in server.asked[:4]} == {f"Prompt {number}" for number in range(3)}
-        assert [body["max_tokens"] for body in server.asked[:5]] == [64, 1, 1, 1, 64]
+        assert sorted(body["max_tokens"] for body in server.asked[:4]) == [1, 1, 1, 64], "two at a time, in any order"
+        assert {body["max_tokens"] for body in server.asked[4:20]} == {64}
         ways = ["speculative" in body for body in server.asked[4:20]]
         assert ways == [True] * 4 + [False] * 8 + [True] * 4
         rows = [line.split("\t") for line in table.stdout.splitlines()]
-        start = rows.index(["concurrency", "plain output tok/s", "output tok/s", "ratio"])
-        assert [row[0] for row in rows[start + 1 : start + 3]] == ["1", "2"]
+        start = rows.index(["concurrency", "plain output tok/s", "output tok/s", "ratio", "drafting"])
+        assert [(row[0], row[-1]) for row in rows[start + 1 : start + 3]] == [("1", "as asked"), ("2", "as asked")]
         assert "the ratio has no interval" in table.stdout
+        assert "not checked" not in table.stdout
+        assert "nothing drafted" not in table.stdout
+
+    @pytest.mark.parametrize(
+        ("server", "found"),
+        [({"has_metrics": False, "ignores_wishes": True}, "not checked"), ({"never_drafts": True}, "nothing drafted")],
+        ids=["no counters", "no drafts"],
+    )
+    def test_a_ratio_that_may_not_be_one_of_speculation_is_marked(self, prompt_file: Path, server: dict[str, bool], found: str) -> None:
+        flags = ("--prompts", prompt_file, "--concurrency", "1,2", "--requests", "2", "--warm-up", "0", "--baseline")
+        with ScriptedServer(answer("a"), **server).url() as url:
+            made = bench("--url", url, *flags, "--json")
+            table = bench("--url", url, *flags)
+        assert made.exit_code == 0, made.output
+        assert [pair["drafting"] for pair in json.loads(made.stdout)["against_plain"]] == [found, found]
+        rows = [line.split("\t") for line in table.stdout.splitlines()]
+        assert [row[0] for row in rows if row[-1] == found] == ["1", "2"]
+        assert sum(line.startswith(f"{found}: ") for line in table.stdout.splitlines()) == 1, "a note says what that means"
+
+    @pytest.mark.parametrize(
+        ("plain", "ours", "drafting"),
+        [(0, 3, "as asked"), (0, 0, "nothing drafted"), (None, 3, "not checked"), (0, None, "not checked"), (None, None, "not checked")],
+    )
+    def test_both_turns_need_counters(self, plain: int | None, ours: int | None, drafting: str) -> None:
+        def turn(drafts: int | None, *, is_baseline: bool) -> load.Level:
+            speculation = None if drafts is None else load.Speculation(drafts=drafts, drafted=drafts, accepted=0)
+            return load.level(1, [], 1.0, speculation=speculation, is_baseline=is_baseline)
+
+        found = load.Turns(level=turn(ours, is_baseline=False), baseline=turn(plain, is_baseline=True))
+        assert (found.drafting, found.ratio) == (drafting, None)
 
     def test_a_server_that_drafts_all_the_same_has_no_baseline(self, prompt_file: Path) -> None:
         with ScriptedServer(answer("a"), ignores_wishes=True).url() as url:

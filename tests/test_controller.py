@@ -10,14 +10,7 @@ import pytest
 from domino_deploy.runtime.controller import AcceptanceHistory, Reason, SpeculationController
 from domino_deploy.runtime.protocols import Step, TermsMs
 from domino_deploy.runtime.requests import CycleRecord
-from tests.support.speculation_simulation import (
-    MAX_WIDTH,
-    always,
-    calibrated,
-    cpu_cost,
-    gpu_cost,
-    simulate,
-)
+from tests.support.speculation_simulation import MAX_WIDTH, always, calibrated, cpu_cost, gpu_cost, simulate
 
 CYCLES = 1500
 

@@ -8,11 +8,7 @@ import pytest
 
 from domino_deploy.runtime.cycle_costs import CycleCosts, calibrate
 from domino_deploy.runtime.protocols import TermsMs
-from tests.support.speculation_simulation import (
-    MAX_WIDTH,
-    cpu_cost,
-    gpu_cost,
-)
+from tests.support.speculation_simulation import MAX_WIDTH, cpu_cost, gpu_cost
 
 COSTS = {"cpu": cpu_cost, "gpu": gpu_cost}
 

@@ -167,7 +167,7 @@ class TestErrors:
     def test_a_failing_engine_tells_nothing_of_its_insides(self, tiny_bundle: Path, is_stream: bool) -> None:
         with ScriptedEngine(tiny_bundle, TEXT) as engine:
             client = client_of(engine)
-            engine._pair.fail_at = engine._pair._passes + 4  # type: ignore[attr-defined]
+            engine.fail_after(3)
             if is_stream:
                 error = events(client, CHAT)[-1]["error"]
             else:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 import numpy as np
 
@@ -35,6 +36,14 @@ _DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
+class Decoding(StrEnum):
+    """What requests ask for; all but the first need a domino-deploy server."""
+
+    SERVER = "server"  # what the server does by itself
+    PLAIN = "plain"  # without speculation
+    BOTH = "both"  # every level in both ways, the second as its baseline
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadSettings:
     """Values of one run against a server.
@@ -48,8 +57,7 @@ class LoadSettings:
         temperature: 0 is greedy.
         seed: of the sampling and of the order of prompts, the same in every level.
         is_raw: prompts as they are, to /v1/completions; else one user message each, to /v1/chat/completions.
-        is_plain: ask a domino-deploy server for decoding without speculation.
-        has_baseline: every level both ways, with speculation and without it; `is_plain` is of no matter then.
+        decoding: what requests ask for.
         timeout_seconds: for every wait for more of an answer.
     """
 
@@ -61,8 +69,7 @@ class LoadSettings:
     temperature: float = 0.0
     seed: int = 0
     is_raw: bool = False
-    is_plain: bool = False
-    has_baseline: bool = False
+    decoding: Decoding = Decoding.SERVER
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -86,7 +93,7 @@ class LoadSettings:
         return COMPLETIONS_PATH if self.is_raw else CHAT_PATH
 
     def body(self, model: str, prompt: str) -> dict[str, object]:
-        """The JSON of one request."""
+        """The JSON of one request; a baseline's has PLAINLY besides."""
         asked: dict[str, object] = {"prompt": prompt} if self.is_raw else {"messages": [{"role": "user", "content": prompt}]}
         return {
             "model": model,
@@ -96,7 +103,7 @@ class LoadSettings:
             "seed": self.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **(PLAINLY if self.is_plain and not self.has_baseline else {}),
+            **(PLAINLY if self.decoding is Decoding.PLAIN else {}),
         }
 
     def to_dict(self) -> dict[str, object]:
@@ -168,6 +175,36 @@ class Level:
         return self.succeeded / self.seconds if self.succeeded and self.seconds else None
 
 
+class Drafting(StrEnum):
+    """What the server's counters say of a level and its baseline."""
+
+    AS_ASKED = "as asked"
+    NOT_CHECKED = "not checked"  # no counters: the server may have ignored what it was asked
+    NOTHING_DRAFTED = "nothing drafted"  # in neither turn: both were plain decoding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """What was measured at one concurrency; baseline: None if it was not asked for."""
+
+    level: Level
+    baseline: Level | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Output tokens per second of the level to those of its baseline; None where one was not measured."""
+        plain_rate = None if self.baseline is None else self.baseline.tokens_per_second
+        rate = self.level.tokens_per_second
+        return None if rate is None or plain_rate is None else rate / plain_rate
+
+    @property
+    def drafting(self) -> Drafting:
+        """Whether the ratio is one of speculation to plain decoding."""
+        if self.baseline is None or self.baseline.speculation is None or self.level.speculation is None:
+            return Drafting.NOT_CHECKED
+        return Drafting.AS_ASKED if self.level.speculation.drafts else Drafting.NOTHING_DRAFTED
+
+
 def run(
     client: Client,
     model: str,
@@ -176,7 +213,7 @@ def run(
     *,
     clock: Clock = time.perf_counter,
     on_level: Callable[[int], None] = lambda concurrency: None,
-) -> list[Level]:
+) -> list[Turns]:
     """Every level, in the order given, each with the same requests; `on_level` is told each before it begins.
 
     Raises:
@@ -186,28 +223,36 @@ def run(
     random.Random(settings.seed).shuffle(ordered)
     bodies = [settings.body(model, prompt) for prompt in itertools.islice(itertools.cycle(ordered), settings.requests)]
     warm_up = list(itertools.islice(itertools.cycle(bodies), settings.warm_up_requests))
-    if settings.has_baseline:
+    has_baseline = settings.decoding is Decoding.BOTH
+    if has_baseline:
         # The way that comes first must not fill the cache of prompts for the other.
         warm_up += [{**body, "max_tokens": 1} for body in bodies[: len(ordered)]]
     if warm_up:
         send(client, settings.path, warm_up, concurrency=min(len(warm_up), max(settings.concurrency)))
-    levels = []
+    measured = []
     for index, concurrency in enumerate(settings.concurrency):
-        for is_baseline in (index % 2 == 0, index % 2 == 1) if settings.has_baseline else (False,):
+        levels = {}
+        for is_baseline in (index % 2 == 0, index % 2 == 1) if has_baseline else (False,):
             on_level(concurrency)
-            before, started = client.metrics(), clock()
-            asked = [{**body, **PLAINLY} for body in bodies] if is_baseline else bodies
-            answers = send(client, settings.path, asked, concurrency=concurrency)
-            seconds = clock() - started
-            after = None if before is None else client.metrics()
-            found = level(concurrency, answers, seconds, speculation=speculation_since(before, after), is_baseline=is_baseline)
-            if is_baseline and found.speculation is not None and found.speculation.drafts:
-                raise MeasurementError(
-                    "Expected a server that decodes plainly where a request says speculative: false, found that it drafted "
-                    f"{found.speculation.drafted} tokens. Drop --baseline, and leave the server to this measurement alone."
-                )
-            levels.append(found)
-    return levels
+            levels[is_baseline] = _turn(client, settings.path, bodies, concurrency, is_baseline=is_baseline, clock=clock)
+        measured.append(Turns(level=levels[False], baseline=levels.get(True)))
+    return measured
+
+
+def _turn(client: Client, path: str, bodies: Sequence[Mapping[str, object]], concurrency: int, *, is_baseline: bool, clock: Clock) -> Level:
+    """One level in one way."""
+    before, started = client.metrics(), clock()
+    asked = [{**body, **PLAINLY} for body in bodies] if is_baseline else bodies
+    answers = send(client, path, asked, concurrency=concurrency)
+    seconds = clock() - started
+    after = None if before is None else client.metrics()
+    speculation = speculation_since(before, after)
+    if is_baseline and speculation is not None and speculation.drafts:
+        raise MeasurementError(
+            "Expected a server that decodes plainly where a request says speculative: false, found that it drafted "
+            f"{speculation.drafted} tokens. Drop --baseline, and leave the server to this measurement alone."
+        )
+    return level(concurrency, answers, seconds, speculation=speculation, is_baseline=is_baseline)
 
 
 def send(client: Client, path: str, bodies: Sequence[Mapping[str, object]], *, concurrency: int) -> list[Answer]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from domino_deploy.bench import failures
-from domino_deploy.bench.load import PERCENTILES, Level
+from domino_deploy.bench.load import PERCENTILES, Drafting, Level, Turns
 from domino_deploy.bench.machine import Machine
 from domino_deploy.bench.report import NOT_MEASURED, Cells, Table, number, percent, settings_note
 from domino_deploy.errors import one_line
@@ -15,16 +14,16 @@ from domino_deploy.errors import one_line
 _SHOWN = "/".join(f"p{percentile}" for percentile in PERCENTILES)
 _THROUGHPUT_COLUMNS = ("concurrency", "requests", "failed", "output tok/s", "requests/s", "acceptance length", "acceptance rate")
 _FAILED_COLUMNS = ("concurrency", "requests", "kind", "found", "the server's words")
-_RATIO_COLUMNS = ("concurrency", "plain output tok/s", "output tok/s", "ratio")
+_RATIO_COLUMNS = ("concurrency", "plain output tok/s", "output tok/s", "ratio", "drafting")
 _LATENCIES = ("TTFT ms", "TPOT ms per token", "ITL ms per chunk", "E2E ms")
 _LATENCY_COLUMNS = ("concurrency", "cached prompt", *(f"{name}, {_SHOWN}" for name in _LATENCIES))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """Levels and what they belong to; `machine` is the client's, which may not be the server's."""
+    """What was measured and what it belongs to; `machine` is the client's, which may not be the server's."""
 
-    levels: tuple[Level, ...]
+    turns: tuple[Turns, ...]
     url: str
     model: str
     machine: Machine
@@ -34,8 +33,12 @@ class LoadReport:
     def to_dict(self) -> dict[str, object]:
         """JSON values."""
         return {
-            "levels": [_figures(level) for level in self.levels],
-            "against_plain": [{"concurrency": plain.concurrency, "ratio": ratio(plain, ours)} for plain, ours in pairs(self.levels)],
+            "levels": [_figures(level) for level in levels_of(self.turns)],
+            "against_plain": [
+                {"concurrency": turns.level.concurrency, "ratio": turns.ratio, "drafting": turns.drafting}
+                for turns in self.turns
+                if turns.baseline is not None
+            ],
             "url": self.url,
             "model": self.model,
             "client_machine": asdict(self.machine),
@@ -44,24 +47,17 @@ class LoadReport:
         }
 
 
-def pairs(levels: Sequence[Level]) -> Iterator[tuple[Level, Level]]:
-    """Each baseline and the level it belongs to, which stand side by side in either order."""
-    for one, other in itertools.pairwise(levels):
-        if one.concurrency == other.concurrency and one.is_baseline != other.is_baseline:
-            yield (one, other) if one.is_baseline else (other, one)
+def levels_of(measured: Sequence[Turns]) -> list[Level]:
+    """A row each: baselines before the levels that they belong to."""
+    return [level for turns in measured for level in (turns.baseline, turns.level) if level is not None]
 
 
-def ratio(plain: Level, ours: Level) -> float | None:
-    """Output tokens per second of a level to those of its baseline; None where one was not measured."""
-    rate, plain_rate = ours.tokens_per_second, plain.tokens_per_second
-    return None if rate is None or plain_rate is None else rate / plain_rate
-
-
-def load_tables(levels: Sequence[Level]) -> Iterator[Table]:
+def load_tables(measured: Sequence[Turns]) -> Iterator[Table]:
     """Throughput and latency, a row per level; ratios to baselines, and failed requests of each kind and level, where there are any."""
+    levels = levels_of(measured)
     yield Table(title="Throughput", columns=_THROUGHPUT_COLUMNS, rows=tuple(map(_throughput, levels)))
     yield Table(title="Latency", columns=_LATENCY_COLUMNS, rows=tuple(map(_latency, levels)))
-    compared = tuple(_compared(plain, ours) for plain, ours in pairs(levels))
+    compared = tuple(_compared(turns, turns.baseline) for turns in measured if turns.baseline is not None)
     if compared:
         yield Table(title="Against plain decoding", columns=_RATIO_COLUMNS, rows=compared)
     failed = tuple(_failed(levels))
@@ -78,8 +74,13 @@ def load_footnotes(report: LoadReport) -> Iterator[str]:
         "cached prompt is the part of the prompt tokens that the server found in its cache, which makes TTFT shorter: "
         "prompts repeat, in a level and from one to the next"
     )
-    if any(level.is_baseline for level in report.levels):
+    found = {turns.drafting for turns in report.turns if turns.baseline is not None}
+    if found:
         yield "plain: the same requests with speculative: false, right before or behind the others; the ratio has no interval"
+    if Drafting.NOT_CHECKED in found:
+        yield "not checked: without counts of drafts at /metrics the server may have ignored speculative: false, or drafted in neither turn"
+    if Drafting.NOTHING_DRAFTED in found:
+        yield "nothing drafted: the server decoded plainly without being asked to, so the ratio says nothing of speculation"
     yield "TPOT is per token, (last text - first text) / (tokens - 1); ITL is per chunk, and with speculation a chunk holds several tokens"
     yield f"command: {report.command}"
 
@@ -102,8 +103,9 @@ def _failed(levels: Sequence[Level]) -> Iterator[Cells]:
             yield _name(level), str(count), kind, failures.words(kind), level.messages.get(kind, NOT_MEASURED)
 
 
-def _compared(plain: Level, ours: Level) -> Cells:
-    return str(ours.concurrency), number(plain.tokens_per_second, 1), number(ours.tokens_per_second, 1), number(ratio(plain, ours))
+def _compared(turns: Turns, baseline: Level) -> Cells:
+    rates = number(baseline.tokens_per_second, 1), number(turns.level.tokens_per_second, 1)
+    return str(turns.level.concurrency), *rates, number(turns.ratio), turns.drafting
 
 
 def _name(level: Level) -> str:

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from domino_deploy.bench import load, load_report
 from domino_deploy.bench.client import Client
-from domino_deploy.bench.load import LONGEST_TIMEOUT_SECONDS, LoadSettings
+from domino_deploy.bench.load import LONGEST_TIMEOUT_SECONDS, Decoding, LoadSettings
 from domino_deploy.bench.machine import this_machine
 from domino_deploy.bench.report import Table, as_markdown
 from domino_deploy.bench.tasks import select
@@ -119,8 +119,7 @@ def bench_url(ctx: click.Context) -> None:
         temperature=given["temperature"],
         seed=given["seed"],
         is_raw=given["raw"],
-        is_plain=given["plain"],
-        has_baseline=given["baseline"],
+        decoding=Decoding.PLAIN if given["plain"] else Decoding.BOTH if given["baseline"] else Decoding.SERVER,
         timeout_seconds=given["timeout"],
     )
     client = Client(given["url"], api_key=given["api_key"] or "", timeout_seconds=settings.timeout_seconds)
@@ -129,12 +128,13 @@ def bench_url(ctx: click.Context) -> None:
     with progress(ctx) as step:
         model = given["model"] or client.first_model()
         step("Warming up")
-        levels = load.run(client, model, prompts, settings, on_level=lambda concurrency: step(f"Concurrency {concurrency}"))
+        measured = load.run(client, model, prompts, settings, on_level=lambda concurrency: step(f"Concurrency {concurrency}"))
+    levels = load_report.levels_of(measured)
     if not any(level.succeeded for level in levels):
         intro = f"Expected answers from {given['url']}, found that every request failed:"
         raise MeasurementError(listed(intro, load_report.error_lines(levels), load_report.error_advice(levels)))
     made = load_report.LoadReport(
-        levels=tuple(levels),
+        turns=tuple(measured),
         url=given["url"],
         model=model,
         machine=this_machine(),
@@ -144,7 +144,7 @@ def bench_url(ctx: click.Context) -> None:
     if given["json"]:
         echo_json(made.to_dict())
     else:
-        echo_report(list(load_report.load_tables(levels)), list(load_report.load_footnotes(made)), markdown=given["markdown"])
+        echo_report(list(load_report.load_tables(measured)), list(load_report.load_footnotes(made)), markdown=given["markdown"])
 
 
 def echo_report(tables: Sequence[Table], notes: Sequence[str], *, markdown: bool) -> None:

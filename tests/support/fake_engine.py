@@ -83,7 +83,7 @@ class ScriptedEngine(Engine):
         self.seconds_per_row = seconds_per_row
         self.witness = Witness()
         self._eos = opened.target.eos_token_ids[0]
-        pair = ToyPair(
+        self._toy = ToyPair(
             max_sequences,
             opened.target.vocab_size,
             max_model_len,
@@ -91,13 +91,17 @@ class ScriptedEngine(Engine):
             logits=self._logits,
         )
         settings = EngineSettings(max_sequences=max_sequences, max_queued=max_queued, adaptive=False)
-        super().__init__(opened, bundle_tokenizer(opened), pair, settings, observer=self.witness)
+        super().__init__(opened, bundle_tokenizer(opened), self._toy, settings, observer=self.witness)
 
     def start(self) -> None:
         """Return once it is warm: tests count and time what comes after."""
         super().start()
         while not self.is_ready:
             time.sleep(0.002)
+
+    def fail_after(self, passes: int) -> None:
+        """Die of a pass: so many more succeed first."""
+        self._toy.fail_after(passes)
 
     def submit(self, request: Request) -> None:
         self.prompts.append(tuple(request.prompt_ids))

@@ -35,7 +35,7 @@ class ScriptedServer:
     """Gives the streams it is told, one after another and then the last one always; keeps what it was asked.
 
     stream: pieces of the body, strings or bytes, and seconds to wait; or a whole response; or what makes one of the request's JSON.
-    ignores_wishes: `speculative: false` changes nothing.
+    ignores_wishes: `speculative: false` changes nothing; never_drafts: by its counters, whatever it is asked.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class ScriptedServer:
         has_metrics: bool = True,
         api_key: str = KEY,
         ignores_wishes: bool = False,
+        never_drafts: bool = False,
     ) -> None:
         self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
@@ -53,6 +54,7 @@ class ScriptedServer:
         self._has_metrics = has_metrics
         self._api_key = api_key
         self._ignores_wishes = ignores_wishes
+        self._never_drafts = never_drafts
         self._lock = threading.Lock()
 
     @contextmanager
@@ -78,6 +80,7 @@ class ScriptedServer:
         lines = ["# TYPE vllm:spec_decode_num_drafts counter", "some words"]
         counters = {"spec_decode_num_drafts": 4, "spec_decode_num_draft_tokens": 12, "spec_decode_num_accepted_tokens": 8}
         drafted_answers = sum(body.get("speculative") is not False or self._ignores_wishes for body in self.asked)
+        drafted_answers = 0 if self._never_drafts else drafted_answers
         counted = {name: each * drafted_answers for name, each in counters.items()} | {"generation_tokens": 12 * len(self.asked)}
         for name, total in counted.items():
             for engine in (0, 1):

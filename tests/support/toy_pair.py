@@ -71,6 +71,10 @@ class ToyPair:
         self._handed_out: list[FloatArray] = []
         self._passes = 0
 
+    def fail_after(self, passes: int) -> None:
+        """Of the prefills and cycles from now on, so many succeed and the next one dies."""
+        self.fail_at = self._passes + passes + 1
+
     def rows(self, slot: int) -> SlotRows:
         return SlotRows(target=len(self._tokens[slot]), drafter=self._drafter_rows[slot])
 
