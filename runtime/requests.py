@@ -171,9 +171,10 @@ class OutputToken:
 class RequestStatistics:
     """One finished request.
 
-    prompt_tokens, cached_tokens (those of the prompt found in a cache), generated_tokens: as reported to the client; queue_seconds
-    (arrival to slot), first_token_seconds (arrival to first token, None if none came), prefill_seconds (slot to the prompt's end),
-    decode_seconds, total_seconds;
+    prompt_tokens, cached_tokens (those of the prompt found in a cache), generated_tokens: as reported to the client;
+    has_run_prompt: whether all of the prompt was run, though its first token may have failed;
+    queue_seconds (arrival to slot), first_token_seconds (arrival to first token, None if none came), prefill_seconds (slot to the prompt's
+    end), decode_seconds, total_seconds;
     steps: (proposed, accepted) of each cycle that proposed at least one token: drafts that the target verified, and those of them that
     are in the answer, which may have ended inside an accepted run.
     """
@@ -181,6 +182,7 @@ class RequestStatistics:
     prompt_tokens: int
     cached_tokens: int = 0
     generated_tokens: int = 0
+    has_run_prompt: bool = False
     queue_seconds: float = 0.0
     first_token_seconds: float | None = None
     prefill_seconds: float = 0.0

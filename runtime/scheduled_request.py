@@ -111,11 +111,12 @@ class ScheduledRequest:
             logits_NV: of the piece's last row, or of all its rows where the prompt is read.
         """
         self._prefill_ms += milliseconds
+        if is_last:  # it was run, whatever becomes of its logits
+            self._prompt_end = now
         if self.reads_prompt:
             self._chooser.read_prompt(logits_NV)
         if not is_last:
             return None
-        self._prompt_end = now
         chosen = [self._chooser.choose(logits_NV[-1], len(self.tokens))] if len(self.tokens) < self._final_length else []
         prompt_logprobs = tuple(self._chooser.prompt_logprobs) if self.reads_prompt else None
         return replace(self._take(chosen, Step(token_ids=(), terms_ms=TermsMs(verify=self._prefill_ms))), prompt_logprobs=prompt_logprobs)
@@ -165,6 +166,7 @@ class ScheduledRequest:
         prompt_end = now if self._prompt_end is None else self._prompt_end
         return RequestStatistics(
             prompt_tokens=self._prompt_length,
+            has_run_prompt=self._prompt_end is not None,
             cached_tokens=self.cached_tokens,
             generated_tokens=self._num_generated,
             queue_seconds=admitted - self._arrived,

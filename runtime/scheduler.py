@@ -14,7 +14,7 @@ from time import monotonic
 
 from domino_deploy.errors import RequestError
 from domino_deploy.runtime.constraints import Matcher
-from domino_deploy.runtime.controller import Reason, SpeculationController
+from domino_deploy.runtime.controller import SpeculationController
 from domino_deploy.runtime.prefix_cache import LEAST_REUSED_ROWS, PrefixCache
 from domino_deploy.runtime.protocols import SlotPair
 from domino_deploy.runtime.requests import ABORT, ERROR, CycleRecord, EngineSnapshot, Observer, Output, Request, RequestStatistics
@@ -69,7 +69,7 @@ class Scheduler:
         self._prefilling: deque[ScheduledRequest] = deque()
         self._decoding: list[ScheduledRequest] = []
         self._width: int | None = None
-        self._reason: str | None = None
+        self._told: tuple[int, str] | None = None  # the controller's last choice; cycles that were nobody's change nothing of it
         self._service_seconds: float | None = None
         self._recent: deque[CycleRecord] = deque(maxlen=_RECENT_CYCLES)
 
@@ -230,16 +230,16 @@ class Scheduler:
             if request.history.limit > 0:
                 histories.append(request.history)
         if not histories:  # nobody's choice, so the observer is not told
-            self._width, self._reason = 0, Reason.NOT_WANTED
+            self._width = 0
             return 0
         joining = min(len(self._prefilling) + len(self._waiting), self._pair.num_slots - len(requests))
         width = self._controller.width(
             histories, plain_sequences=len(requests) - len(histories), joining=joining, waiting_rows=waiting_rows
         )
         reason = self._controller.last_reason
-        if (width, reason) != (self._width, self._reason):
+        if (width, reason) != self._told:
             self._tell(lambda observer: observer.width_chosen(width, reason))
-        self._width, self._reason = width, reason
+        self._width, self._told = width, (width, reason)
         return width
 
     def _record(self, record: CycleRecord) -> None:

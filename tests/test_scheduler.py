@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from domino_deploy.errors import RequestError, VerificationError
+from domino_deploy.runtime.controller import SpeculationController
 from domino_deploy.runtime.protocols import FloatArray, TermsMs
 from domino_deploy.runtime.requests import ERROR, GenerationParams, RequestStatistics
 from domino_deploy.runtime.sampling import SamplingParams
@@ -147,6 +148,7 @@ def test_a_cancelled_request_is_gone_within_one_step(state: str):
     served.scheduler.step()
     assert answer.finish_reason == "abort"
     assert answer.outputs[-1].error is None
+    assert answer.statistics.has_run_prompt == (state == "decoding")
     assert served.scheduler.snapshot().running == 1
     if state == "waiting":
         served.scheduler.cancel("other")
@@ -226,6 +228,25 @@ def test_logits_that_are_no_numbers_end_that_request_alone(length: int, caplog: 
     assert plain_view(answer) == plain_view(alone(PROMPT, GenerationParams(max_new_tokens=20)))
     assert "request damaged failed" in caplog.text
     assert not served.scheduler.has_work
+
+
+@pytest.mark.parametrize(("damaged_from", "has_run_prompt"), [(5, True), (6, True), (4, False)])
+@pytest.mark.parametrize("params", [{}, {"prompt_logprobs": 0}])
+def test_a_prompt_was_run_though_its_last_piece_gave_no_token(
+    damaged_from: int, has_run_prompt: bool, params: dict[str, int], caplog: pytest.LogCaptureFixture
+):
+    """Six tokens, in pieces of four; unless the prompt is read, nothing but its last row is looked at."""
+
+    def logits(prefix: tuple[int, ...], vocab_size: int) -> np.ndarray:
+        row = toy_logits(prefix, vocab_size)
+        return np.full_like(row, np.nan) if len(prefix) >= damaged_from else row
+
+    served = bench(ToyPair(1, logits=logits), prefill_rows=4)
+    answer = served.submit("0", long_prompt(6), **ENDLESS, **params)
+    served.run()
+    assert answer.finish_reason == "error"
+    assert (answer.statistics.generated_tokens, answer.statistics.first_token_seconds) == (0, None)
+    assert answer.statistics.has_run_prompt == (has_run_prompt or not params)
 
 
 def test_nobody_starts_from_the_rows_of_a_request_that_failed(caplog: pytest.LogCaptureFixture):
@@ -374,6 +395,7 @@ def test_times_are_told_from_arrival_on():
     assert found == RequestStatistics(
         prompt_tokens=2,
         generated_tokens=2,
+        has_run_prompt=True,
         queue_seconds=3.0,
         first_token_seconds=3.0,
         prefill_seconds=0.0,
@@ -450,6 +472,35 @@ def test_the_width_is_0_while_nobody_wants_drafts():
     assert widths[0] == 3
     assert set(widths[-8:]) == {0}
     assert served.journal.of("width_chosen") == [(3, "fixed")], "nobody's choice"
+
+
+class Decided(SpeculationController):
+    """Always makes the same choice."""
+
+    def __init__(self, width: int, reason: str) -> None:
+        super().__init__(3, adaptive=False)
+        self._choice = width, reason
+
+    def width(self, *args: object, **options: object) -> int:
+        width, self.last_reason = self._choice
+        return width
+
+
+@pytest.mark.parametrize("choice", [(3, "pays"), (0, "others_join")])
+def test_a_while_in_which_nobody_wants_drafts_does_not_make_the_same_choice_a_new_one(choice: tuple[int, str]):
+    served = bench(ToyPair(2, hit_chance=1.0, max_proposals=3), prefill_rows=10, controller=Decided(*choice))
+    served.submit("plain", PROMPT, **ENDLESS, num_speculative_tokens=0)
+    widths = []
+    for number in range(2):
+        answer = served.submit(str(number), PROMPT, ignore_eos=True, max_new_tokens=9)
+        served.scheduler.step()
+        widths.append(served.scheduler.snapshot().width)
+        while not answer.is_finished:
+            served.scheduler.step()
+        served.scheduler.step()
+        widths.append(served.scheduler.snapshot().width)
+    assert widths == [choice[0], 0, choice[0], 0]
+    assert served.journal.of("width_chosen") == [choice]
 
 
 def test_the_snapshot_tells_width_and_acceptance_length():

@@ -113,7 +113,7 @@ def test_a_signal_lets_a_running_stream_finish_and_refuses_new_requests(
 
     with caplog.at_level(logging.INFO, "domino_deploy.server"):
         assert Server(ScriptedEngine(tiny_bundle, TEXT, seconds_per_row=0.02)).run(client) == 0
-    assert caplog.messages[-1] == "Ended: 1 requests finished, 0 aborted"
+    assert caplog.messages[-1] == "Ended: 1 requests ended, 0 aborted"
 
 
 def test_what_does_not_finish_in_time_is_aborted_and_told_so(tiny_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,11 +136,22 @@ def test_what_does_not_finish_in_time_is_aborted_and_told_so(tiny_bundle: Path, 
 
     with caplog.at_level(logging.INFO, "domino_deploy.server"):
         assert Server(ScriptedEngine(tiny_bundle, TEXT, seconds_per_row=0.02), drain_seconds=0.3).run(client) == 0
-    assert caplog.messages[-1] == "Ended: 0 requests finished, 2 aborted"
+    assert caplog.messages[-1] == "Ended: 0 requests ended, 2 aborted"
     *_, last, done = found["lines"]
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
     assert (found["whole"].status_code, found["whole"].json()["error"]["code"]) == (503, "unavailable")
+
+
+def ended_at_the_first_prompt(server: Server, body: dict[str, Any], *, is_stream: bool) -> list[Any]:
+    """What comes of three prompts for one slot while the server is told to end."""
+    ending = threading.Thread(target=lambda: (until(lambda: server.engine.snapshot().running == 1), told_to_end()))
+    ending.start()
+    body = BODY | {"prompt": ["a", "b", "c"], "stream": is_stream} | body
+    with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=30) as answer:
+        found = list(events(answer.iter_lines())) if is_stream else [json.loads(answer.read())]
+    ending.join()
+    return found
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -148,20 +159,15 @@ def test_later_prompts_of_a_running_request_run_too(tiny_bundle: Path, is_stream
     texts, errors = ["", "", ""], []
 
     def client(server: Server) -> None:
-        ending = threading.Thread(target=lambda: (until(lambda: server.engine.snapshot().running == 1), told_to_end()))
-        ending.start()
-        body = BODY | {"prompt": ["a", "b", "c"], "stream": is_stream}
-        with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=30) as answer:
-            for part in events(answer.iter_lines()) if is_stream else [json.loads(answer.read())]:
-                errors.extend([part["error"]] if "error" in part else [])
-                for choice in part.get("choices", ()):
-                    texts[choice["index"]] += choice["text"]
-        ending.join()
+        for part in ended_at_the_first_prompt(server, {}, is_stream=is_stream):
+            errors.extend([part["error"]] if "error" in part else [])
+            for choice in part.get("choices", ()):
+                texts[choice["index"]] += choice["text"]
 
     with caplog.at_level(logging.INFO, "domino_deploy.server"):
         assert Server(ScriptedEngine(tiny_bundle, TEXT, max_sequences=1, seconds_per_row=0.03)).run(client) == 0
     assert (texts, errors) == ([TEXT] * 3, [])
-    assert caplog.messages[-1] == "Ended: 1 requests finished, 0 aborted"
+    assert caplog.messages[-1] == "Ended: 1 requests ended, 0 aborted"
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -169,17 +175,12 @@ def test_later_prompts_are_aborted_with_their_request(tiny_bundle: Path, is_stre
     found: list[Any] = []
 
     def client(server: Server) -> None:
-        ending = threading.Thread(target=lambda: (until(lambda: server.engine.snapshot().running == 1), told_to_end()))
-        ending.start()
-        body = BODY | {"prompt": ["a", "b", "c"], "stream": is_stream, "ignore_eos": True, "max_tokens": 400}
-        with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=30) as answer:
-            found.extend(events(answer.iter_lines()) if is_stream else [json.loads(answer.read())])
-        ending.join()
+        found.extend(ended_at_the_first_prompt(server, {"ignore_eos": True, "max_tokens": 400}, is_stream=is_stream))
 
     engine = ScriptedEngine(tiny_bundle, TEXT, max_sequences=1, seconds_per_row=0.02)
     with caplog.at_level(logging.INFO, "domino_deploy.server"):
         assert Server(engine, drain_seconds=0.3).run(client) == 0
-    assert caplog.messages[-1] == "Ended: 0 requests finished, 1 aborted"
+    assert caplog.messages[-1] == "Ended: 0 requests ended, 1 aborted"
     assert found[-1]["error"]["code"] == "unavailable"
 
 

@@ -200,12 +200,25 @@ class TestCounters:
         assert value(engine, metrics, "vllm:prompt_tokens_total") == 0
         assert value(engine, metrics, "vllm:time_to_first_token_seconds_count") == 0
 
+    @pytest.mark.parametrize("reason", ["abort", "error"])
+    def test_one_that_ended_behind_its_prompt_has_the_prompts_tokens_but_no_first_one(self, engine: IdleEngine, reason: str) -> None:
+        metrics = watched(engine)
+        request = Request(request_id="1", prompt_ids=[1], params=GenerationParams(), deliver=lambda output: None)
+        found = RequestStatistics(prompt_tokens=9, cached_tokens=4, has_run_prompt=True, prefill_seconds=0.5, total_seconds=0.5)
+        metrics.finished(request, reason, found)
+        assert value(engine, metrics, "vllm:prompt_tokens_total") == 9
+        assert value(engine, metrics, "domino_cached_prompt_tokens_total") == 4
+        assert value(engine, metrics, "vllm:request_prefill_time_seconds_sum") == 0.5
+        assert value(engine, metrics, "vllm:time_to_first_token_seconds_count") == 0
+
     def test_sizes_of_requests_fall_into_vllms_buckets(self, engine: IdleEngine) -> None:
         metrics = watched(engine)
         for prompt, generated, wanted in [(3, 5, 5), (60, 1, 96)]:
             request = Request(request_id="1", prompt_ids=[1], params=GenerationParams(max_new_tokens=wanted), deliver=lambda output: None)
             metrics.finished(
-                request, "length", RequestStatistics(prompt_tokens=prompt, generated_tokens=generated, first_token_seconds=0.5)
+                request,
+                "length",
+                RequestStatistics(prompt_tokens=prompt, generated_tokens=generated, has_run_prompt=True, first_token_seconds=0.5),
             )
         found = samples(engine, metrics)
         steps = [1, 2, 5, 10, 20, 50]  # up to the model's length, 96
@@ -223,7 +236,7 @@ class TestCounters:
         metrics = watched(engine)
         for params, cached in [(GenerationParams(), 32), (GenerationParams(prompt_logprobs=0), 0)]:
             request = Request(request_id="1", prompt_ids=[1], params=params, deliver=lambda output: None)
-            metrics.finished(request, "stop", RequestStatistics(prompt_tokens=40, cached_tokens=cached, first_token_seconds=0.5))
+            metrics.finished(request, "stop", RequestStatistics(prompt_tokens=40, cached_tokens=cached, has_run_prompt=True))
         assert value(engine, metrics, "vllm:prefix_cache_queries_total") == 40
         assert value(engine, metrics, "vllm:prefix_cache_hits_total") == 32
         assert value(engine, metrics, "vllm:num_preemptions_total") == 0
@@ -232,7 +245,8 @@ class TestCounters:
         metrics = watched(engine)
         request = Request(request_id="1", prompt_ids=[1], params=GenerationParams(), deliver=lambda output: None)
         times = {"first_token_seconds": 0.5, "prefill_seconds": 0.5, "decode_seconds": 2.0, "total_seconds": 2.5}
-        metrics.finished(request, "length", RequestStatistics(prompt_tokens=3, cached_tokens=1, generated_tokens=5, **times))
+        counts = {"prompt_tokens": 3, "cached_tokens": 1, "generated_tokens": 5}
+        metrics.finished(request, "length", RequestStatistics(has_run_prompt=True, **counts, **times))
         assert value(engine, metrics, "vllm:request_time_per_output_token_seconds_sum") == pytest.approx(0.5)
         assert value(engine, metrics, "vllm:request_inference_time_seconds_sum") == pytest.approx(2.5)
         assert value(engine, metrics, "domino_cached_prompt_tokens_total") == 1
@@ -289,7 +303,7 @@ class TestCounters:
 
         statistics = [of_request for _, of_request in ends]
         steps = [step for of_request in statistics for step in of_request.steps]
-        begun = [of_request for of_request in statistics if of_request.first_token_seconds is not None]
+        begun = [of_request for of_request in statistics if of_request.has_run_prompt]
         assert total("vllm:generation_tokens_total") == sum(of_request.generated_tokens for of_request in statistics)
         assert total("vllm:prompt_tokens_total") == 4 * len(begun)
         assert total("vllm:time_to_first_token_seconds_count") == len(begun)

@@ -34,8 +34,13 @@ class Generations:
     """The generations under way on a server.  The event loop's thread alone may call it."""
 
     def __init__(self) -> None:
-        self.is_draining = False
+        self._is_draining = False
         self._under_way: set[Generation] = set()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no more may begin."""
+        return self._is_draining
 
     def begin(self, generation: Generation) -> None:
         """Take one in.
@@ -43,7 +48,7 @@ class Generations:
         Raises:
             DrainingError: no more may begin.
         """
-        if self.is_draining:
+        if self._is_draining:
             raise DrainingError("Expected a server that takes requests, found one that is shutting down. Try again later.")
         self._under_way.add(generation)
 
@@ -53,7 +58,7 @@ class Generations:
 
     def drain(self) -> tuple[Generation, ...]:
         """Let no more begin; those that have, and have not ended yet."""
-        self.is_draining = True
+        self._is_draining = True
         return tuple(generation for generation in self._under_way if not generation.has_ended)
 
 
@@ -96,10 +101,10 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
         self._waiting = deque(range(len(prompts)))
-        self._running: set[int] = set()
+        self._running: set[int] = set()  # what the engine took in; its last output is still to come
         self._num_ended = 0  # prompts, counted in the engine's thread
         self._num_tokens = 0
-        self._lock = threading.Lock()  # of the flag below, which the thread that submits looks at
+        self._lock = threading.Lock()  # of the flag below, and of what the thread that submits adds to those that run
         self._is_closed = False
 
     async def start(self) -> None:
@@ -166,7 +171,6 @@ class Generation:
                     raise
                 return
             self._waiting.popleft()
-            self._running.add(index)
 
     def _submit(self, index: int) -> None:
         request_id = self._request_id(index)
@@ -186,10 +190,12 @@ class Generation:
             time_limit=self._seconds_left(),
         )
         self._engine.submit(request)
-        # The thread goes on when its task is cancelled, and may come too late for `close`.
+        # Noted in this thread, which goes on when its task is cancelled: either `close` finds it, or it finds that it came too late.
         with self._lock:
             if self._is_closed:
                 self._engine.cancel(request_id)
+            else:
+                self._running.add(index)
 
     async def close(self) -> None:
         """Cancel what still runs, and note how it ended."""
@@ -197,7 +203,7 @@ class Generation:
             self._is_closed = True
         self._under_way.end(self)
         self._waiting.clear()
-        # One that a thread was about to submit is in none of the two; that thread sees to it.
+        # One that a thread is still about to submit is not there; that thread sees to it.
         for index in self._running:
             self._engine.cancel(self._request_id(index))
         with suppress(TimeoutError):

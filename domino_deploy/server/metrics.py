@@ -154,8 +154,7 @@ class Metrics:
         self._finished.labels(*self._values, finish_reason).inc()
         self._total.observe(statistics.total_seconds)
         self._queue.observe(statistics.queue_seconds)
-        # Without a token it left before its prompt was through, or wanted the prompt alone.
-        if statistics.first_token_seconds is None and finish_reason not in (STOP, LENGTH):
+        if not statistics.has_run_prompt:
             return
         self._prompt_tokens.inc(statistics.prompt_tokens)
         self._cached.inc(statistics.cached_tokens)
@@ -163,7 +162,7 @@ class Metrics:
             self._sizes.count(request, statistics)
         self._prefill.observe(statistics.prefill_seconds)
         self._inference.observe(statistics.prefill_seconds + statistics.decode_seconds)
-        if statistics.first_token_seconds is not None:
+        if statistics.first_token_seconds is not None:  # it may have wanted the prompt alone, or failed behind it
             self._first_token.observe(statistics.first_token_seconds)
             self._decode.observe(statistics.decode_seconds)
         if statistics.generated_tokens > 1:

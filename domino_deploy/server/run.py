@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1  # how late a start or a failure of the engine is seen
+_POLL_SECONDS = 0.1  # how late a start or a failure of the engine is seen, and the end of a drain
 # After the engine's end: for its last words to reach the clients, and for 503 to reach whoever asks in that moment.
 _LAST_ANSWERS_SECONDS = 1.0
 
@@ -132,7 +132,8 @@ async def _drain(engine: Engine, going: Sequence[Generation], seconds: float) ->
         await asyncio.sleep(_POLL_SECONDS)
     if left and engine.failure is None:
         _LOG.warning("Ending: requests did not finish within %g seconds and are aborted", seconds)
-    return f"Ended: {len(going) - len(left)} requests finished, {len(left)} aborted"
+    # However they ended: some of them may have failed, run out of time or lost their client.
+    return f"Ended: {len(going) - len(left)} requests ended, {len(left)} aborted"
 
 
 def _on_signal(number: int, ending: asyncio.Event) -> None:
