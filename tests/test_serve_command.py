@@ -175,7 +175,10 @@ class TestRefusals:
             (["--chat-template-kwargs", '{"tools": [], "chat_template": ""}'], "found tools, chat_template, which the server sets itself"),
             (["--speculative-config", "{"], "--speculative-config as a JSON object"),
             (["--speculative-config", '{"method": "eagle"}'], "expected domino"),
-            (["--speculative-config", '{"method": "domino", "model": "x", "num_speculative_tokens": -1}'], "model: the drafter is in BUNDLE"),
+            (
+                ["--speculative-config", '{"method": "domino", "model": "x", "num_speculative_tokens": -1}'],
+                "model: the drafter is in BUNDLE",
+            ),
             (["--speculative-config", '{"method": "ngram", "prompt_lookup_max": 4}'], "prompt_lookup_max: expected 3, which is fixed here"),
             (["--speculative-config", '{"prompt_lookup_min": 1}'], "prompt_lookup_min: expected for the method ngram alone"),
             (["--speculative-config", "{}", "--no-speculation"], "--no-speculation"),
