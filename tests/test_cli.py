@@ -140,6 +140,7 @@ main(["inspect", "x"])
 def test_a_signal_in_a_callback_where_python_drops_what_is_raised_ends_it_too(name: str, code: int) -> None:
     done = python(f"""
 import signal, time, weakref
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 from domino_deploy.cli import inspect, main
 class Thing:
     pass

@@ -345,7 +345,9 @@ def test_a_drafter_says_what_its_prompts_were_rendered_with(target_folder, tmp_p
     note = work / CLAIM
     note.write_text(json.dumps({name: value for name, value in json.loads(note.read_text()).items() if name != "chat_template_kwargs"}))
     run(target_folder, tmp_path / "third", work, short, variables=calm)  # a note of an earlier version: it is the caller who knows
-    run(target_folder, tmp_path / "fourth", work, short, prompts=prompts, variables=calm)
+    run(target_folder, tmp_path / "fourth", work, short, prompts=prompts, variables=calm)  # from here on it is noted
+    with pytest.raises(TrainingError, match=r"chat_template_kwargs: expected \{\}, found"):
+        run(target_folder, tmp_path / "fifth", work, short, prompts=prompts)
     for name in ("third", "fourth"):
         assert json.loads((tmp_path / name / "config.json").read_text())["chat_template_kwargs"] == calm
 

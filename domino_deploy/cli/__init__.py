@@ -5,12 +5,14 @@ Nothing heavy is imported here, so `--help` answers at once.  How errors become 
 
 from __future__ import annotations
 
+import _thread
 import errno
 import importlib
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +87,13 @@ def _termination_unwinds() -> Iterator[None]:
         return
     before, report = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_TERMINATED)), sys.unraisablehook
 
+    is_over = False
+
+    def kill_soon(number: int) -> None:
+        time.sleep(_AGAIN_SECONDS)  # until the callback is left
+        if not is_over:
+            os.kill(os.getpid(), number)
+
     def send_again(dropped: sys.UnraisableHookArgs) -> None:
         if isinstance(dropped.exc_value, KeyboardInterrupt):
             again = signal.SIGINT
@@ -93,15 +102,14 @@ def _termination_unwinds() -> Iterator[None]:
         else:
             report(dropped)
             return
-        # A little later, when the callback is left.
-        timer = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), again))
-        timer.daemon = True
-        timer.start()
+        # By a bare thread: the callback may have come in the middle of threading's own code.
+        _thread.start_new_thread(kill_soon, (again,))
 
     sys.unraisablehook = send_again
     try:
         yield
     finally:
+        is_over = True
         sys.unraisablehook = report
         signal.signal(signal.SIGTERM, before)
 

@@ -166,7 +166,7 @@ def json_flag(text: str, name: str) -> dict[str, Any]:
         RequestError: it is no JSON object.
     """
     try:
-        found = strict_value(text.encode(errors="replace"))  # text of the command line may hold surrogates
+        found = strict_value(text.encode())  # bytes that are no UTF-8 came as surrogates, and are an error here
     except (ValueError, RecursionError) as error:
         raise RequestError(f"Expected {name} as a JSON object, found {text[:80]!r}: {error}. Correct it.") from error
     if not isinstance(found, dict):

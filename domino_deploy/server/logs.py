@@ -88,7 +88,7 @@ class RequestRecord:
 def log_request(record: RequestRecord, *, with_texts: bool) -> None:
     """Write the line of one request: a failure is an error, poor drafts are a warning, what machines ask all the time is for debugging."""
     usual = logging.DEBUG if record.path in _QUIET_PATHS else logging.INFO
-    warned = logging.WARNING if record.template_differs else usual
+    warned = logging.WARNING if record.template_differs and record.status == 200 else usual
     level = logging.ERROR if record.has_failed else warned
     log_fields(_REQUESTS, level, "request", record.to_fields(with_texts=with_texts))
 

@@ -243,11 +243,15 @@ def _check_claim(folder: Path, claim: Mapping[str, object]) -> None:
         write_note(path, wanted)
         return
     found = read_note(path)
-    found.setdefault(TRAINED_WITH, wanted.get(TRAINED_WITH))  # notes of earlier versions do not say it
+    is_older = TRAINED_WITH in wanted and TRAINED_WITH not in found  # a note of an earlier version
+    if is_older:
+        found[TRAINED_WITH] = wanted[TRAINED_WITH]
     names = [name for name in (wanted | found) if wanted.get(name) != found.get(name)]
     if names:
         problems = [f"{name}: expected {json.dumps(wanted.get(name))}, found {json.dumps(found.get(name))}" for name in names]
         raise TrainingError(listed(f"{folder}: made for something else ({CLAIM})", problems, "Name another folder, or use its settings."))
+    if is_older:
+        write_note(path, found)
 
 
 def _check_rows(path: Path, expected: int) -> None:
