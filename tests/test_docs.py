@@ -84,7 +84,8 @@ def test_command_lines_parse(line: list[str]) -> None:
     name, arguments = line[1], line[2:]
     command = main.get_command(click.Context(main), name)
     assert command is not None, f"there is no command {name}"
-    command.make_context(name, list(arguments))
+    # With the settings of the whole: a command keeps the help option of its first context.
+    command.make_context(name, list(arguments), parent=click.Context(main, **main.context_settings))
 
 
 def test_every_command_is_documented() -> None:
