@@ -15,6 +15,7 @@ from domino_deploy.runtime.sampling import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_SEED,
+    MAX_TOP_K,
     MIN_P_RANGE,
     MIN_TEMPERATURE,
     TOP_P_RANGE,
@@ -74,7 +75,7 @@ class GenerationFields(StructuredFields):
     top_p: Annotated[float, Field(gt=TOP_P_RANGE[0], le=TOP_P_RANGE[1])] | None = Field(
         default=None, description="Mass of the likeliest tokens to keep; 1 keeps all."
     )
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = Field(
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = Field(
         default=None, description="Likeliest tokens to keep; 0 and -1 keep all."
     )
     min_p: Annotated[float, Field(ge=MIN_P_RANGE[0], le=MIN_P_RANGE[1])] | None = Field(

@@ -4,7 +4,7 @@ as the operator has it; else as OpenAI has it, at temperature 1."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -73,9 +73,7 @@ def checked_override(found: Mapping[str, Any]) -> Mapping[str, Any]:
 def described(defaults: SamplingParams) -> str:
     """For people: what is not as OpenAI has it, and the temperature in any case."""
     changed = [
-        f"{field.name} {getattr(defaults, field.name):g}"
-        for field in fields(SamplingParams)
-        if field.name == "temperature" or (field.name in NAMES and getattr(defaults, field.name) != getattr(OPENAI, field.name))
+        f"{name} {getattr(defaults, name):g}" for name in NAMES if name == "temperature" or getattr(defaults, name) != getattr(OPENAI, name)
     ]
     return ", ".join(changed)
 
